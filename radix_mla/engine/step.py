@@ -1,0 +1,60 @@
+"""What the scheduler asks of the model runner in one step, and what comes back.
+
+schedule ─ StepPlan ─► run ─ StepResult ─► postprocess
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+    from radix_mla.cache.prefix_cache import PageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's tokens in a step: positions [start, start + len(tokens)).
+
+    tokens: int32 [num]; page_table: int32 [ceil((start + num) / page_size)], pages of rows
+    [0, start + num); rows [0, start) exist already. `num_logits`: how many of the chunk's last
+    tokens need logits (0: a chunk before the prompt's end; 1: sampled; num: prompt logprobs).
+    `is_decode`: exactly one token that was sampled by the previous step.
+    """
+
+    tokens: np.ndarray
+    start: int
+    page_table: np.ndarray
+    num_logits: int
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. `copies` run first, in order; then all chunks in one ragged batch."""
+
+    step_id: int
+    chunks: list[Chunk]
+    copies: list[PageCopy]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """logits: fp32 [sum of num_logits, vocab], in chunk order (CPU or device).
+
+    `rows_finite`: bool [num chunks]; False where a chunk wrote a non-finite KV row: that sequence
+    must fail and its rows must not be committed. `paths` counts tokens an attention path.
+    """
+
+    logits: torch.Tensor
+    rows_finite: np.ndarray
+    paths: dict[str, int]
+    num_context_chunks: int
+    forward_s: float

@@ -1,0 +1,130 @@
+"""Death, drain and disconnect, with real processes and signals."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from support.server_process import ServerProcess
+
+LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 3000, "ignore_eos": True}
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not reached in time"
+        time.sleep(0.02)
+
+
+def engine_of(server: ServerProcess) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    engines = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    assert len(engines) == 1, [child.cmdline() for child in children]
+    return engines[0]
+
+
+def open_stream(server: ServerProcess, **body: object) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({"model": "tiny", "stream": True, **LONG, **body}),
+        {"content-type": "application/json"},
+    )
+    return connection
+
+
+def serve(tiny_model: Path, *flags: str) -> ServerProcess:
+    return ServerProcess(
+        tiny_model, "--served-model-name", "tiny", "--kv-cache-tokens", "8192", *flags
+    )
+
+
+def test_engine_death_fails_pending_requests_and_health(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        results: list[tuple[int, object]] = []
+        body = {"model": "tiny", **LONG}
+        threads = [
+            threading.Thread(
+                target=lambda: results.append(server.request("POST", "/v1/completions", body))
+            )
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.metrics().total("requests_running") == 3)
+        engine_of(server).send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join(10)
+        assert [status // 100 for status, _ in results] == [5, 5, 5]
+        assert all("error" in value for _, value in results)  # type: ignore[operator]
+        wait_for(lambda: server.request("GET", "/health")[0] == 503, 5)
+        assert server.request("GET", "/ready")[0] == 503
+        status, value = server.request("POST", "/v1/completions", body)
+        assert status == 503, value
+
+
+def test_sigterm_drains_and_leaves_no_process(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        engine = engine_of(server)
+        connection = open_stream(server, max_tokens=300)
+        reply = connection.getresponse()
+        assert reply.status == 200
+        reply.fp.readline()
+        server.process.send_signal(signal.SIGTERM)
+        rest = reply.read().decode()
+        assert '"finish_reason":"length"' in rest.replace(" ", "")
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert server.process.wait(20) == 0
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_no_engine_outlives_a_killed_server(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        engine = engine_of(server)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(10)
+        wait_for(lambda: not engine.is_running(), 10)
+
+
+def test_disconnects_abort_and_give_everything_back(tiny_model: Path) -> None:
+    with serve(tiny_model) as server:
+        connections = [open_stream(server, prompt=[9, i, 3], n=1 + i % 2) for i in range(6)]
+        for connection in connections:
+            connection.getresponse().fp.readline()
+        plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        plain.request("POST", "/v1/completions", json.dumps({"model": "tiny", **LONG}))
+        wait_for(lambda: server.metrics().total("requests_running") > 0)
+        for connection in [*connections, plain]:
+            connection.sock.close()
+            connection.close()
+        wait_for(lambda: server.metrics().total("requests_running") == 0, 5)
+        metrics = server.metrics()
+        assert metrics.total("requests_waiting") == 0
+        assert metrics.total("requests_finished_total", reason="abort") == metrics.total(
+            "requests_accepted_total"
+        )
+        states = metrics.by("kv_cache_tokens", "state")
+        assert states["private"] == states["protected"] == 0
+        assert server.get("/v1/cache/audit")["ok"] is True
+
+
+def test_a_bad_model_is_one_clear_line_before_the_port_opens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    try:
+        ServerProcess(tmp_path)
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        raise AssertionError("the server started")
+    assert "GPT2LMHeadModel" in text
+    assert "Traceback" not in text
+    assert text.startswith("server exited 1")
