@@ -1,0 +1,52 @@
+"""`ForwardContext`: what a layer can ask of its step: store rows, attend. Nothing global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from radix_mla.attention.absorbed import attend_absorbed
+from radix_mla.attention.two_stage import attend_non_absorbed, attend_one_shot
+
+if TYPE_CHECKING:
+    from radix_mla.attention.backend import AttentionBackend
+    from radix_mla.attention.metadata import LatentWeights
+    from radix_mla.attention.plan import AttentionPlan
+    from radix_mla.attention.workspace import Workspace
+    from radix_mla.cache.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Frozen for the step and given to every layer. positions, slots int64 [T] on the device."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    plan: AttentionPlan
+    pool: KVPool
+    workspace: Workspace
+    backend: AttentionBackend
+
+    def write(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Stores the new tokens' rows [T, L + R]; returns them as stored, in their own dtype."""
+        self.pool.write(layer, self.slots, rows)
+        return self.pool.layout.as_stored(rows)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, rows: torch.Tensor, weights: LatentWeights, scale: float
+    ) -> torch.Tensor:
+        """Attention of every new token to its context and the new tokens up to itself.
+
+        q [T, H, P + R], rope applied; rows [T, L + R] from `write`. Returns [T, H, V].
+        """
+        plan = self.plan
+        out = q.new_empty(q.shape[0], q.shape[1], weights.w_uv.shape[1])  # [T, H, V]
+        if plan.absorbed is not None:
+            attend_absorbed(self, layer, plan.absorbed, q, weights, scale, out)
+        if plan.non_absorbed is not None:
+            attend_non_absorbed(self, layer, plan.non_absorbed, q, rows, weights, scale, out)
+        if plan.one_shot is not None:
+            attend_one_shot(self, layer, plan.one_shot, q, weights, scale, out)
+        return out

@@ -1,0 +1,80 @@
+"""Which form of MLA attention a request takes: absorbed, non-absorbed or one-shot.
+
+The choice rests on the request's own (Sq, Sk) alone, so neighbours in the batch never change it.
+Per head, with pairs = Sq·Sk + Sq·(Sq + 1)/2:
+
+    absorbed       pairs · 2(2L + R)  + Sq · 2L(P + V)              rows are read as they are
+    non-absorbed   pairs · 2(P+R + V) + (Sk + Sq) · 2L(P + V)       again in every prefill chunk
+                   + one merge of [Sq, V] for each context chunk
+    one-shot       as non-absorbed without the merges; prefix and new rows must fit the workspace
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from radix_mla.attention.workspace import MLADims
+
+Form = Literal["absorbed", "non_absorbed", "one_shot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device reaches: FLOP/s of each kernel, bytes/s of memory, seconds a call."""
+
+    absorbed: float
+    attention: float
+    gemm: float
+    bytes_per_s: float
+    call_s: float
+
+
+# AVX2, fp32, 2 threads: `python tests/bench/bench_attention.py`.
+CPU_RATES = Rates(absorbed=60e9, attention=50e9, gemm=90e9, bytes_per_s=8e9, call_s=30e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class FormChooser:
+    """The cost model. `forced` overrules it for prefill and extend; decode is always absorbed."""
+
+    dims: MLADims
+    max_rows: int
+    rates: Rates
+    forced: Form | None = None
+
+    def choose(self, num_new: int, num_context: int, *, is_decode: bool = False) -> Form:
+        """The cheapest form for Sq = num_new, Sk = num_context. O(1).
+
+        A one-shot that does not fit the workspace is the same computation in chunks.
+        """
+        if is_decode:
+            return "absorbed"
+        fits = num_new + num_context <= self.max_rows
+        if self.forced is not None:
+            return self.forced if fits or self.forced != "one_shot" else "non_absorbed"
+        if self.absorbed_s(num_new, num_context) <= self.chunked_s(num_new, num_context):
+            return "absorbed"
+        return "non_absorbed"
+
+    def absorbed_s(self, num_new: int, num_context: int) -> float:
+        """Estimated seconds of a layer, absorbed."""
+        d = self.dims
+        pairs = num_new * num_context + num_new * (num_new + 1) / 2
+        attend = pairs * d.num_heads * 2 * (2 * d.latent + d.rope) / self.rates.absorbed
+        read = 2 * (num_context + num_new) * d.row * 4 / self.rates.bytes_per_s
+        project = num_new * d.num_heads * 2 * d.latent * (d.nope + d.value) / self.rates.gemm
+        return max(attend, read) + project + 2 * self.rates.call_s
+
+    def chunked_s(self, num_new: int, num_context: int) -> float:
+        """Estimated seconds of a layer, decompressed, in context chunks."""
+        d = self.dims
+        pairs = num_new * num_context + num_new * (num_new + 1) / 2
+        attend = pairs * d.num_heads * 2 * (d.qk + d.value) / self.rates.attention
+        rows = num_context + num_new
+        decompress = rows * d.num_heads * 2 * d.latent * (d.nope + d.value) / self.rates.gemm
+        chunks = -(-num_context // self.max_rows)
+        merge_bytes = chunks * num_new * d.num_heads * d.value * 4 * 5
+        calls = (2 + 3 * chunks) * self.rates.call_s
+        return attend + decompress + merge_bytes / self.rates.bytes_per_s + calls

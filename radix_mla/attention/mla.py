@@ -1,0 +1,133 @@
+"""Multi-head latent attention: one KV row a token, two ways to attend to it.
+
+    T    new tokens of the step            D    hidden size
+    Sq   new tokens of a sequence          Sk   its context: rows that exist already
+    H    heads                             Lq   rank of the query projection (None: a full q_proj)
+    L    kv_lora_rank, the latent c_kv     R    qk_rope_head_dim, one rope head for all heads
+    P    qk_nope_head_dim                  V    v_head_dim
+
+    W_DKV = kv_a_proj_with_mqa [L + R, D]     c_kv | k_pe = h · W_DKVᵀ
+    W_UK  = kv_b_proj [H, P + V, L][:, :P]    k_nope = c_kv · W_UKᵀ, per head
+    W_UV  = kv_b_proj [H, P + V, L][:, P:]    v = c_kv · W_UVᵀ, per head: not two halves
+    scale = (P + R)^-0.5 · mscale², whatever the form
+
+Every step, for every new token:
+
+    q_nope [H, P], q_pe [H, R] = rope(q_proj(h) or q_b_proj(norm(q_a_proj(h))))
+    row [L + R] = [norm(c_kv) | rope(k_pe)], rounded as stored, written to the pool
+    o_proj(attention over the sequence's rows)
+
+The stored row is the token's whole KV; new tokens attend to each other's rows as they were stored,
+with the bits that a later hit reads.
+
+Non-absorbed (prefill; compute-bound), q [Sq, H, P + R]:
+
+    (a) k, v = decompress(new rows)          k = [c_kv · W_UKᵀ | k_pe] [n, H, P + R], v [n, H, V]
+        o, lse = attention(q, k, v, causal)
+    (b) for each chunk of the Sk context rows that fits the workspace:
+        k, v = decompress(gather(rows))
+        o, lse = merge(o, lse, attention(q, k, v, not causal))
+
+    One-shot: (a) over [context | new] at once, when Sk + Sq rows fit the workspace.
+
+Absorbed (decode, and extends of few tokens; memory-bound), every head reads the same rows:
+
+    q' = [q_nope · W_UK | q_pe]              [Sq, H, L + R]
+    o_latent = attention(q', rows, rows[:, :L], causal at the end)      [Sq, H, L]
+    o = o_latent · W_UVᵀ                     [Sq, H, V]
+
+Both are the same sum: (q_nope · W_UK) · c_kv = q_nope · (W_UK · c_kv).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from radix_mla.attention.metadata import LatentWeights
+from radix_mla.attention.workspace import MLADims
+from radix_mla.models.layers import Linear, RMSNorm
+from radix_mla.models.rotary import apply_rope
+
+if TYPE_CHECKING:
+    from radix_mla.attention.context import ForwardContext
+    from radix_mla.models.hf_config import ModelConfig
+
+
+def mla_dims(config: ModelConfig) -> MLADims:
+    """The widths of the model's attention layers."""
+    return MLADims(
+        num_heads=config.num_attention_heads,
+        latent=config.kv_lora_rank,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+    )
+
+
+class MLAAttention(nn.Module):
+    """One attention layer; parameters named as in the checkpoint. Call `finalize` after loading."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.dims = dims = mla_dims(config)
+        self.scale = config.softmax_scale
+        hidden, heads, bias = config.hidden_size, dims.num_heads, config.attention_bias
+
+        def linear(fan_in: int, fan_out: int, *, bias: bool = False) -> Linear:
+            return Linear(fan_in, fan_out, bias=bias, dtype=dtype, device=device)
+
+        if config.q_lora_rank is None:
+            self.q_proj = linear(hidden, heads * dims.qk)
+        else:
+            self.q_a_proj = linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, dtype=dtype, device=device)
+            self.q_b_proj = linear(config.q_lora_rank, heads * dims.qk)
+        self.kv_a_proj_with_mqa = linear(hidden, dims.row, bias=bias)
+        self.kv_a_layernorm = RMSNorm(dims.latent, dtype=dtype, device=device)
+        self.kv_b_proj = linear(dims.latent, heads * (dims.nope + dims.value))
+        self.o_proj = linear(heads * dims.value, hidden, bias=bias)
+        self._has_q_lora = config.q_lora_rank is not None
+        self._weights: LatentWeights | None = None
+
+    def finalize(self) -> None:
+        """Cuts W_UK and W_UV out of kv_b_proj, as views: its weight must stay."""
+        dims = self.dims
+        per_head = self.kv_b_proj.weight.view(dims.num_heads, dims.nope + dims.value, dims.latent)
+        self._weights = LatentWeights(per_head[:, : dims.nope], per_head[:, dims.nope :])
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """hidden [T, D]; cos, sin fp32 [T, R/2] of ctx.positions. Returns a new [T, D]."""
+        assert self._weights is not None, "finalize() was not called after loading"
+        nope, latent = self.dims.nope, self.dims.latent
+        q = self._queries(hidden)  # [T, H, P + R]
+        kv = self.kv_a_proj_with_mqa(hidden)  # [T, L + R]
+        pe = torch.cat((q[..., nope:], kv[:, None, latent:]), dim=1)  # k_pe is one head more
+        pe = apply_rope(pe, cos, sin)  # [T, H + 1, R]
+        q[..., nope:] = pe[:, :-1]
+        rows = torch.cat((self.kv_a_layernorm(kv[:, :latent]), pe[:, -1]), dim=-1)  # [T, L + R]
+        rows = ctx.write(self.layer_idx, rows)
+        out = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
+        projected: torch.Tensor = self.o_proj(out.flatten(1))
+        return projected
+
+    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H, P + R] before rope."""
+        if self._has_q_lora:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        else:
+            q = self.q_proj(hidden)
+        out: torch.Tensor = q.view(hidden.shape[0], self.dims.num_heads, self.dims.qk)
+        return out

@@ -1,0 +1,160 @@
+"""Attention with torch's own kernels: the CPU path, and the reference on any device.
+
+Multi-head: ATen's CPU flash attention. It wants one width for q, k and v (V is padded), aligns
+`is_causal` to the first query (so a prefix needs a mask) and dies with the process on 0 keys (so
+it never sees them). Elsewhere: matmul and softmax in blocks of queries.
+Absorbed: matmul over the rows where they lie; scattered pages are gathered first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial
+from radix_mla.attention.row_pieces import Piece, row_pieces
+from radix_mla.attention.torch_absorbed import attend_pieces
+
+_QUERY_BLOCK = 256
+_MAX_SCORES = 1 << 22  # elements of a block of scores: 16 MB in fp32
+_EMPTY = float("-inf")
+
+
+class TorchBackend:
+    """`flash` None: where it exists, which is on CPU."""
+
+    name = "torch"
+    caps = Caps(
+        devices=frozenset({"cpu", "cuda"}),
+        kv_dtypes=frozenset({"fp32", "bf16"}),
+        page_sizes=None,
+        prefill=True,
+        absorbed=True,
+        pad_heads=True,
+    )
+
+    def __init__(self, device: str, *, flash: bool | None = None) -> None:
+        self.device = device
+        self._flash = device == "cpu" if flash is None else flash
+        self._pieces: list[list[Piece]] = []
+        self._planned: MQAWork | None = None
+
+    def plan(self, mha: list[MHAWork], mqa: MQAWork | None) -> None:
+        self._planned = mqa
+        if mqa is None:
+            self._pieces = []
+            return
+        self._pieces = [
+            row_pieces(table, int(length), mqa.page_size, self.device)
+            for table, length in zip(mqa.page_tables, mqa.kv_lens, strict=True)
+        ]
+
+    def run_mha(
+        self, work: MHAWork, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> Partial:
+        q = F.pad(q, (0, k.shape[-1] - q.shape[-1])) if k.shape[-1] > q.shape[-1] else q
+        spans = zip(work.cu_q[:-1], work.cu_q[1:], work.cu_k[:-1], work.cu_k[1:], strict=True)
+        parts = [
+            self._attend(q[q0:q1], k[:, k0:k1], v[:, k0:k1], scale, causal=work.causal)
+            for q0, q1, k0, k1 in np.array(list(spans)).tolist()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
+    ) -> Partial:
+        """One sequence: q [Sq, H, D], k [H, n, D], v [H, n, D']."""
+        num_q, num_k = q.shape[0], k.shape[1]
+        if num_k == 0:
+            out = q.new_zeros(num_q, q.shape[1], v.shape[-1])
+            return Partial(out, torch.full(q.shape[:2], _EMPTY, device=q.device))
+        if self._flash and (not causal or num_q == num_k or num_q == 1):
+            return _flash(q, k, v, scale, causal=causal and num_q > 1)
+        step = max(1, min(_QUERY_BLOCK, _MAX_SCORES // num_k))
+        blocks = [
+            self._attend_block(q, k, v, scale, first, min(first + step, num_q), causal=causal)
+            for first in range(0, num_q, step)
+        ]
+        return Partial(torch.cat([b.out for b in blocks]), torch.cat([b.lse for b in blocks]))
+
+    def _attend_block(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        first: int,
+        last: int,
+        *,
+        causal: bool,
+    ) -> Partial:
+        """Queries [first, last) of a sequence, with the keys that any of them sees."""
+        seen = k.shape[1] - q.shape[0] + last if causal else k.shape[1]
+        k, v, q = k[:, :seen], v[:, :seen], q[first:last]
+        mask = _end_mask(last - first, seen, q) if causal else None
+        if self._flash:
+            return _flash(q, k, v, scale, causal=False, mask=mask)
+        return _dense(q, k, v, scale, mask)
+
+    def run_mqa(
+        self,
+        work: MQAWork,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        scratch: torch.Tensor,
+        latent: int,
+        scale: float,
+    ) -> Partial:
+        assert work is self._planned, "run_mqa with work that was not planned for this step"
+        heads = q.shape[1]
+        out = q.new_empty(q.shape[0], heads, latent)
+        lse = torch.empty(q.shape[:2], device=q.device)
+        cu_q = work.cu_q.tolist()
+        for i, pieces in enumerate(self._pieces):
+            rows = slice(cu_q[i], cu_q[i + 1])
+            part = out[rows], lse[rows] if work.with_lse else None
+            attend_pieces(q[rows], pool, pieces, scratch, scale, *part)
+        return Partial(out, lse)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None = None,
+) -> Partial:
+    """q [Sq, H, D], k and v [H, n, D], n > 0; causal only for Sq == n; mask additive [Sq, n]."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
+        0.0,
+        causal,
+        attn_mask=None if mask is None else mask[None, None],
+        scale=scale,
+    )  # [1, H, Sq, D], [1, H, Sq]
+    return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> Partial:
+    """As `_flash` without `causal`, by matmul; softmax in fp32."""
+    scores = torch.matmul(q.transpose(0, 1), k.transpose(1, 2)).float() * scale  # [H, Sq, n]
+    if mask is not None:
+        scores += mask
+    lse = torch.logsumexp(scores, dim=-1)  # [H, Sq]
+    weights = torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype)
+    return Partial(torch.matmul(weights, v).transpose(0, 1), lse.transpose(0, 1))
+
+
+def _end_mask(num_q: int, num_k: int, like: torch.Tensor) -> torch.Tensor:
+    """Additive [num_q, num_k]: query i sees keys [0, num_k - num_q + i]."""
+    mask = like.new_full((num_q, num_q), _EMPTY).triu_(1)
+    return F.pad(mask, (num_k - num_q, 0))

@@ -1,0 +1,195 @@
+"""Engine: schedule → run → sample → postprocess, in one process and one thread.
+
+It owns what it is given: cache, runner (model and pool), scheduler and sampler. `build.py` makes
+one from a configuration; `process.py` runs one behind sockets; `LLM` runs one in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any, Protocol
+
+from radix_mla.engine.outputs import EngineStats
+from radix_mla.engine.step import StepPlan, StepResult
+from radix_mla.errors import AuditError, EngineError, InvalidRequest
+from radix_mla.request import FinishReason, Request
+from radix_mla.scheduler.batch import Sampled, Scheduled, Work
+from radix_mla.scheduler.lifecycle import Events
+from radix_mla.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from radix_mla.cache.prefix_cache import PrefixCache
+
+_MAX_FAILED_STEPS = 3  # in a row; then the engine itself is taken to be broken
+_AUDIT_EVERY_S = 10.0
+
+
+class Runner(Protocol):
+    """Runs one step's forward pass."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class TokenSampler(Protocol):
+    """Makes tokens of a step's logits; a failure of one sequence is its Sampled.error."""
+
+    def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]: ...
+
+
+class Engine:
+    """Not thread-safe. `info` describes it (Ready.info)."""
+
+    def __init__(
+        self,
+        *,
+        cache: PrefixCache,
+        runner: Runner,
+        scheduler: Scheduler,
+        sampler: TokenSampler,
+        vocab_size: int,
+        info: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info or {}
+        self.cache = cache
+        self.scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._stats = EngineStats(kv_slots_total=cache.num_pages * cache.page_size)
+        self._paths: Counter[str] = Counter()
+        self._failed_steps = 0
+        self._audited_step = 0
+        self._audited_s = clock()
+
+    # -- requests
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises RequestError: ids, lengths or its id cannot be served."""
+        prompt = request.prompt_tokens
+        if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
+            raise InvalidRequest(
+                f"prompt token ids must be in [0, {self._vocab_size}), found "
+                f"{int(prompt.min())} to {int(prompt.max())}",
+                param="prompt",
+            )
+        self.scheduler.add(request)
+
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
+        """Ends a request's open choices, or one; their terminal events come with the next ones."""
+        self.scheduler.abort(request_id, index, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- a step
+
+    def step(self) -> Events:
+        """One forward pass, if there is something to do; what happened since the last call.
+
+        Raises EngineError when the device or several steps in a row failed: the engine is done.
+        """
+        begin = self._clock()
+        scheduled = self.scheduler.schedule(begin)
+        if scheduled.work:
+            result = self._run(scheduled)
+            self._count(scheduled, result, self._clock() - begin)
+        return self.scheduler.take_events()
+
+    def take_events(self) -> Events:
+        """What happened outside of steps: aborts."""
+        return self.scheduler.take_events()
+
+    def _run(self, scheduled: Scheduled) -> StepResult | None:
+        """Runs, samples and books a step; a forward that raises fails its sequences only."""
+        try:
+            result = self._runner.execute(scheduled.plan)
+            sampled = self._sampler.sample(result.logits, scheduled.work)
+        except Exception as error:
+            self.scheduler.fail_step(scheduled, error)
+            self._failed_steps += 1
+            if self._failed_steps >= _MAX_FAILED_STEPS or _is_device_error(error):
+                raise EngineError(
+                    f"{self._failed_steps} steps in a row failed, the last one with "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return None
+        self.scheduler.postprocess(scheduled, result.rows_finite, sampled)
+        self._failed_steps = 0
+        return result
+
+    def _count(self, scheduled: Scheduled, result: StepResult | None, step_s: float) -> None:
+        stats = self._stats
+        stats.num_steps += 1
+        stats.step_s += step_s
+        stats.last_step_s = step_s
+        if not all(work.is_decode for work in scheduled.work):
+            stats.last_prefill_step_s = step_s
+        if result is not None:
+            stats.step_host_s += step_s - result.forward_s
+            stats.prefill_context_chunks += result.num_context_chunks
+            self._paths.update(result.paths)
+
+    # -- the cache and the numbers
+
+    def flush(self, namespace: str | None = None) -> int:
+        """Empties the prefix cache, or one namespace; the tokens dropped. Works while busy."""
+        return self.cache.flush(namespace)
+
+    def audit(self) -> dict[str, Any]:
+        """Checks the cache's invariants: {"ok", "counts" in slots, "error" if not ok}."""
+        self._audited_s = self._clock()
+        self._audited_step = self._stats.num_steps
+        report: dict[str, Any] = {"ok": True, "counts": self._slots()}
+        try:
+            self.cache.audit()
+        except AuditError as error:
+            self._stats.audit_failures += 1
+            report |= {"ok": False, "error": str(error)}
+        return report
+
+    def audit_when_idle(self) -> None:
+        """Audits now and then, and only after new steps; to be called while there is no work."""
+        is_due = self._clock() - self._audited_s >= _AUDIT_EVERY_S
+        if is_due and self._audited_step != self._stats.num_steps:
+            self.audit()
+
+    def stats(self) -> EngineStats:
+        """Gauges of now, counters since the start; changed by the next call."""
+        stats, scheduler, counters = self._stats, self.scheduler, self.scheduler.counters
+        stats.num_running = len(scheduler.running)
+        stats.num_waiting = scheduler.num_waiting()
+        stats.waiting_tokens = scheduler.waiting_tokens
+        stats.kv_slots = self._slots()
+        stats.evicted_tokens = dict(self.cache.evicted_tokens)
+        stats.prefill_tokens = dict(counters.prefill_tokens)
+        stats.attention_path_tokens = dict(self._paths)
+        stats.retractions = counters.retractions
+        stats.nonfinite_requests = counters.nonfinite_requests
+        stats.aborted_tokens = dict(counters.aborted_tokens)
+        return stats
+
+    def _slots(self) -> dict[str, int]:
+        counts = self.cache.counts()._asdict()
+        total = counts.pop("total")
+        assert total == self.cache.num_pages
+        return {state: pages * self.cache.page_size for state, pages in counts.items()}
+
+
+def _is_device_error(error: BaseException) -> bool:
+    """A GPU that has reported an error runs nothing more in this process."""
+    return type(error).__name__ in ("AcceleratorError", "OutOfMemoryError") or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )

@@ -1,0 +1,129 @@
+"""Mixture of experts: gate, routed experts, shared experts. T tokens, D hidden, E experts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels.moe import run_experts
+from kernels.moe_gate import choose_experts
+from kernels.silu_mul import silu_mul
+from radix_mla.models.hf_config import ModelConfig
+from radix_mla.models.layers import GatedMLP, empty_parameter
+from radix_mla.models.packed import PackedWeight
+
+
+class Gate(nn.Module):
+    """Scores tokens against experts and chooses; always fp32, as the models were trained."""
+
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | str) -> None:
+        super().__init__()
+        experts, fp32 = config.n_routed_experts, torch.float32
+        self.weight = empty_parameter(experts, config.hidden_size, dtype=fp32, device=device)
+        self.e_score_correction_bias = (
+            empty_parameter(experts, dtype=fp32, device=device)
+            if config.topk_method == "noaux_tc"
+            else None
+        )
+        self._config = config
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, D] → (weights fp32 [T, k], ids int64 [T, k])."""
+        config = self._config
+        grouped = config.topk_method != "greedy"
+        return choose_experts(
+            F.linear(x.float(), self.weight),
+            top_k=config.num_experts_per_tok,
+            scoring=config.scoring_func,
+            bias=self.e_score_correction_bias,
+            n_group=config.n_group if grouped else 1,
+            topk_group=config.topk_group if grouped else 1,
+            group_score="top2_sum" if config.topk_method == "noaux_tc" else "max",
+            renormalize=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked: gate_up [E, 2·I, D], down [E, D, I]."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        experts, hidden = config.n_routed_experts, config.hidden_size
+        inner = config.moe_intermediate_size
+        self.num_experts = experts
+        self.gate_up_proj = empty_parameter(experts, 2 * inner, hidden, dtype=dtype, device=device)
+        self.down_proj = empty_parameter(experts, hidden, inner, dtype=dtype, device=device)
+        self._packed_gate_up: list[PackedWeight] | None = None
+        self._packed_down: list[PackedWeight] | None = None
+
+    def finalize(self) -> None:
+        """Packs each of the two stacks where that pays for all of its matrices."""
+        self._packed_gate_up = _pack_all(self.gate_up_proj)
+        self._packed_down = _pack_all(self.down_proj)
+        empty = nn.Parameter(self.gate_up_proj.new_empty(0), requires_grad=False)
+        if self._packed_gate_up is not None:
+            self.gate_up_proj = empty
+        if self._packed_down is not None:
+            self.down_proj = empty
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, D], ids and weights [T, k] → [T, D]."""
+        return run_experts(x, ids, weights, num_experts=self.num_experts, mlp=self._mlp)
+
+    def _mlp(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        if self._packed_gate_up is not None:
+            gate_up = self._packed_gate_up[expert](rows)
+        else:
+            gate_up = F.linear(rows, self.gate_up_proj[expert])
+        inner = silu_mul(gate_up)
+        if self._packed_down is not None:
+            return self._packed_down[expert](inner)
+        return F.linear(inner, self.down_proj[expert])
+
+
+def _pack_all(stack: torch.Tensor) -> list[PackedWeight] | None:
+    """The packed matrices of stack [E, out, in], or None if one of them is not to be packed."""
+    packed: list[PackedWeight] = []
+    for matrix in stack:
+        weight = PackedWeight.pack(matrix)
+        if weight is None:
+            return None
+        packed.append(weight)
+    return packed
+
+
+class MoE(nn.Module):
+    """Routed experts plus shared experts."""
+
+    shared_experts: GatedMLP | None
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.gate = Gate(config, device=device)
+        self.experts = Experts(config, dtype=dtype, device=device)
+        inner = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = (
+            GatedMLP(config.hidden_size, inner, dtype=dtype, device=device) if inner else None
+        )
+
+    def finalize(self) -> None:
+        """Called once, after loading."""
+        self.experts.finalize()
+        if self.shared_experts is not None:
+            self.shared_experts.finalize()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, D] → [T, D]."""
+        weights, ids = self.gate(x)
+        out: torch.Tensor = self.experts(x, ids, weights)
+        if self.shared_experts is not None:
+            out += self.shared_experts(x)
+        return out

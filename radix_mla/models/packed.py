@@ -1,0 +1,73 @@
+"""Weights stored as fp16 for fp32 arithmetic on x86 CPUs: half the bytes, the same numbers.
+
+A decode step on a CPU is bound by reading weights. FBGEMM's fp16 GEMM, which torch ships, widens
+fp16 weights to fp32 in registers and takes and gives fp32. Measured on one AVX2 core: a
+129,280 x 384 head takes 10 ms for 1-2 rows against 29-62 ms of `F.linear` in fp32, and 36 against
+78 ms for 16; from 2^17 weights on it does not lose beyond the noise, large row counts included.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_MIN_WEIGHTS = 1 << 17  # below, the call costs more than the bytes it saves
+_MAX_EXPONENT = 15  # weights are scaled so that the largest lies in [2^14, 2^15)
+
+
+class PackedWeight:
+    """A weight [N, K] (+ bias [N]) in FBGEMM's fp16 layout, scaled by a power of two."""
+
+    __slots__ = ("_packed", "_unscale")
+
+    def __init__(self, packed: torch.ScriptObject, unscale: float) -> None:
+        self._packed = packed
+        self._unscale = unscale
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight | None:
+        """None where it would not pay or not be exact: see `packable`."""
+        if not packable(weight):
+            return None
+        scale = _power_of_two(weight)
+        if not _is_exact(weight.reshape(-1)[:4096], scale) or not _is_exact(weight, scale):
+            return None
+        packed = torch.ops.quantized.linear_prepack_fp16(
+            weight.detach() * scale, None if bias is None else bias.detach()
+        )
+        return cls(packed, 1.0 / scale)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x fp32 [..., K] → fp32 [..., N]."""
+        # Scaling x is exact (a power of two) and cheaper than scaling the product.
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x * self._unscale, self._packed)
+        return out
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Large enough, fp32, on a CPU for which this build of torch has FBGEMM."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.numel() >= _MIN_WEIGHTS
+        and "fbgemm" in torch.backends.quantized.supported_engines
+    )
+
+
+def _power_of_two(weight: torch.Tensor) -> float:
+    largest = max(float(weight.max()), -float(weight.min()))
+    if largest == 0.0 or not math.isfinite(largest):
+        return 1.0
+    return math.ldexp(1.0, _MAX_EXPONENT - math.frexp(largest)[1])
+
+
+def _is_exact(weight: torch.Tensor, scale: float) -> bool:
+    """Whether fp16 holds the scaled weights to within 2^-24 of the largest.
+
+    bf16 checkpoints pass (8 bits of significand, fp16 has 11); weights trained or dequantised to
+    full fp32 do not, and stay fp32.
+    """
+    scaled = weight * scale
+    error = (scaled.half().float() - scaled).abs_().max()
+    return bool(error <= math.ldexp(1.0, _MAX_EXPONENT - 25))

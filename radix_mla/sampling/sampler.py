@@ -1,0 +1,110 @@
+"""Sampler: a step's logits → one token for each sequence that is due one.
+
+Sequences are independent: a row's token depends on its logits, its params, its tokens and the draw
+keyed by (seed, choice, position), never on the batch. A failure is one row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radix_mla.sampling.draw import draw
+from radix_mla.sampling.logprobs import token_logprobs
+from radix_mla.sampling.penalties import adjust, changes_logits
+from radix_mla.sampling.uniform import uniform
+from radix_mla.scheduler.batch import Sampled, Work
+
+if TYPE_CHECKING:
+    import torch
+
+    from radix_mla.engine.outputs import TokenLogprobs
+    from radix_mla.scheduler.sequence import Sequence
+
+# Below this the second most likely id has no weight in fp32 but in a near-tie; and scores divided
+# by much less overflow.
+_GREEDY_BELOW = 1e-3
+
+_NONFINITE = Sampled(error="the model's logits are not finite", nonfinite=True)
+
+
+class Sampler:
+    """num_sampleable: ids [0, num_sampleable) can be drawn; the rest pads the model's vocabulary.
+
+    Logprobs are those of the raw logits over the sampleable ids (before temperature and penalties).
+    """
+
+    def __init__(self, num_sampleable: int) -> None:
+        self._num_sampleable = num_sampleable
+
+    def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
+        """One entry for each of `work`. logits: fp32 [sum of num_logits, vocab], any device."""
+        if logits.is_cuda and all(_is_plain_greedy(w) for w in work):
+            return self._argmax_on_device(logits, work)
+        rows = logits.numpy(force=True)[:, : self._num_sampleable]  # [T, num_sampleable]
+        sampled = []
+        for item in work:
+            try:
+                sampled.append(self._sample_one(rows, item))
+            except Exception as error:
+                sampled.append(Sampled(error=f"{type(error).__name__}: {error}"))
+        return sampled
+
+    def _argmax_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
+        """Moves two numbers a row instead of the vocabulary."""
+        best = logits[:, : self._num_sampleable].max(dim=-1)  # [T] values, [T] ids
+        finite, ids = best.values.isfinite().tolist(), best.indices.tolist()
+        return [
+            Sampled()
+            if not item.samples
+            else Sampled(ids[item.first_row])
+            if finite[item.first_row]
+            else _NONFINITE
+            for item in work
+        ]
+
+    def _sample_one(self, rows: NDArray[np.float32], item: Work) -> Sampled:
+        seq = item.sequence
+        prompt: list[TokenLogprobs] = []
+        if seq.needs_prompt_logprobs:
+            targets = seq.prompt_targets(item.num_tokens)
+            own = rows[item.first_row : item.first_row + len(targets)]
+            if not np.isfinite(own.max(initial=0.0)):
+                return _NONFINITE
+            k = seq.params.prompt_logprobs or 0
+            prompt = [token_logprobs(r, t, k) for r, t in zip(own, targets.tolist(), strict=True)]
+        if not item.samples:
+            return Sampled(prompt_logprobs=prompt)
+        row = rows[item.first_row + item.num_logits - 1]
+        token_id = int(row.argmax())  # the first NaN, if there is one
+        if not np.isfinite(row[token_id]):
+            return _NONFINITE
+        if not _is_plain(seq):
+            token_id = _choose(row, seq)
+        logprobs = None
+        if seq.params.logprobs is not None:
+            logprobs = token_logprobs(row, token_id, seq.params.logprobs)
+        return Sampled(token_id, logprobs, prompt)
+
+
+def _is_plain(seq: Sequence) -> bool:
+    """Greedy over the logits as they are."""
+    return seq.params.temperature < _GREEDY_BELOW and not changes_logits(seq)
+
+
+def _is_plain_greedy(item: Work) -> bool:
+    seq = item.sequence
+    return _is_plain(seq) and seq.params.logprobs is None and not seq.needs_prompt_logprobs
+
+
+def _choose(row: NDArray[np.float32], seq: Sequence) -> int:
+    scores = row
+    if changes_logits(seq):
+        scores = row.copy()
+        adjust(scores, seq)
+    if seq.params.temperature < _GREEDY_BELOW:
+        return int(scores.argmax())
+    return draw(scores, seq.params, uniform(seq.params.seed, seq.index, seq.num_tokens))

@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI-compatible API, admin and cache routes, /metrics."""

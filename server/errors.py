@@ -1,0 +1,172 @@
+"""One error shape for everything that is refused or fails: {"error": {message, type, param, code}}.
+
+RequestError → 400 (ModelNotFound 404)      Overloaded → its status, with Retry-After
+HttpError    → its status                   EngineDead → 503, RequestFailed and bugs → 500
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from radix_mla.errors import (
+    ConfigError,
+    ContextOverflow,
+    EngineDead,
+    EngineError,
+    ModelNotFound,
+    Overloaded,
+    RequestError,
+    RequestFailed,
+)
+from server.metrics import Metrics
+
+logger = logging.getLogger("radix_mla.server")
+GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
+
+
+class HttpError(Exception):
+    """A refusal that HTTP has a status for and the engine no exception (401, 413, 415 ...)."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a client is told: status, the four fields, headers."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> bytes:
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def describe(error: BaseException) -> Problem:
+    """The client's view of an exception. Texts of our own faults stay in the log."""
+    match error:
+        case ModelNotFound():
+            return Problem(404, error.message, "invalid_request_error", error.param, error.code)
+        case RequestError():
+            return Problem(400, error.message, "invalid_request_error", error.param, error.code)
+        case Overloaded():
+            kind = "rate_limit_error" if error.status == 429 else "service_unavailable_error"
+            retry = {"retry-after": str(error.retry_after_s)}
+            return Problem(error.status, error.message, kind, None, "overloaded", retry)
+        case HttpError():
+            return Problem(
+                error.status,
+                error.message,
+                _type_of(error.status),
+                None,
+                error.code,
+                error.headers,
+            )
+        case HTTPException():
+            return _of_starlette(error)
+        case RequestValidationError():
+            return Problem(400, "The request is not valid.", "invalid_request_error")
+        case EngineDead():
+            text = "The engine process is gone; this server needs a restart."
+            return Problem(503, text, "server_error", None, "engine_dead")
+        case RequestFailed():
+            return Problem(500, str(error), "server_error", None, "request_failed")
+        case EngineError() | ConfigError():
+            return Problem(500, "The engine failed.", "server_error", None, "engine_error")
+        case _:
+            text = "Internal server error. The cause is in the server's log."
+            return Problem(500, text, "server_error", None, "internal_error")
+
+
+def respond(problem: Problem) -> Response:
+    """The problem as a JSON response."""
+    return Response(
+        problem.body,
+        status_code=problem.status,
+        media_type="application/json",
+        headers=dict(problem.headers),
+    )
+
+
+def install(app: FastAPI, metrics: Metrics) -> None:
+    """One handler for everything; bugs (plain Exception) are logged with their trace by the server.
+
+    Refusals on generation routes are counted by reason.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        problem = describe(error)
+        if problem.status >= 500 and not isinstance(error, Overloaded):
+            logger.error("request failed: %s: %s", type(error).__name__, error)
+        reason = _rejection(error)
+        if reason is not None and request.url.path in GENERATION_PATHS:
+            metrics.rejections.add(1, (reason,))
+        return respond(problem)
+
+    for kind in (
+        RequestError,
+        Overloaded,
+        EngineError,
+        HttpError,
+        HTTPException,
+        RequestValidationError,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)
+
+
+def _rejection(error: Exception) -> str | None:
+    """The label of rejections_total; what the queue refuses is counted where it is refused."""
+    match error:
+        case ModelNotFound():
+            return "model_not_found"
+        case ContextOverflow():
+            return "context_length"
+        case RequestError():
+            return "invalid_request"
+        case HttpError():
+            return "request_too_large" if error.status == 413 else "invalid_request"
+        case _:
+            return None
+
+
+def _of_starlette(error: HTTPException) -> Problem:
+    texts = {
+        404: ("This path does not exist. See /docs for those that do.", "not_found"),
+        405: ("This method is not allowed on this path.", "method_not_allowed"),
+        413: ("The request body is too large.", "request_too_large"),
+    }
+    message, code = texts.get(error.status_code, (str(error.detail), "http_error"))
+    kind = _type_of(error.status_code)
+    return Problem(error.status_code, message, kind, None, code, error.headers or {})
+
+
+def _type_of(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return "authentication_error" if status in (401, 403) else "invalid_request_error"

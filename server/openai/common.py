@@ -1,0 +1,173 @@
+"""Steps that completions and chat share: read, sort, validate, cut, answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+
+from radix_mla.errors import InvalidRequest
+from radix_mla.request import SamplingParams
+from server.body import read_object
+from server.generation import OutputOptions
+from server.lengths import effective_max_tokens
+from server.openai.fields import header_value, sort_fields
+from server.openai.schemas import GenerationFields, validate
+from server.openai.stream import GenerationResponse, Renderer
+from server.service import Caller, Job, Service
+from server.version import FINGERPRINT
+
+Fields = TypeVar("Fields", bound=GenerationFields)
+
+
+@dataclass(slots=True)
+class Parsed(Generic[Fields]):
+    """A validated body, what was ignored in it, and who sent it."""
+
+    fields: Fields
+    ignored: list[str]
+    caller: Caller
+    model: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Head:
+    """The fields that every object of one answer starts with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    service_tier: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        head = {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        if self.service_tier is not None:
+            head["service_tier"] = "default"
+        return head
+
+
+def service_of(http: Request) -> Service:
+    """The app's service."""
+    service: Service = http.app.state.service
+    return service
+
+
+async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
+    """Body to fields. Raises InvalidRequest, ModelNotFound, HttpError, Overloaded."""
+    service = service_of(http)
+    body = await read_object(http, max_bytes=service.settings.max_body_bytes)
+    sorted_fields = sort_fields(body, schema.model_fields, strict=service.settings.strict_fields)
+    fields = validate(schema, sorted_fields.values)
+    caller = service.caller(http, fields.prompt_cache_key)
+    service.ignored_fields.note(caller.address, sorted_fields.ignored)
+    model = service.check_model(fields.model)
+    service.lifecycle.check_accepting()
+    check_response_format(fields)
+    if fields.stop and service.tokenizer is None:
+        raise InvalidRequest(
+            "stop needs a tokenizer, which this model lacks; use stop_token_ids.",
+            param="stop",
+            code="no_tokenizer",
+        )
+    return Parsed(fields, list(sorted_fields.ignored), caller, model)
+
+
+def check_response_format(fields: GenerationFields) -> None:
+    """Raises InvalidRequest for formats that would have to be enforced."""
+    kind = (fields.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise InvalidRequest(
+            f"response_format {kind!r} is not supported by this version; only text is.",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+
+
+def cut_lengths(
+    service: Service,
+    prompts: Sequence[Sequence[int]],
+    requested: int | None,
+    *,
+    default: int | None,
+    param: str,
+) -> list[int]:
+    """max_tokens of each prompt. Raises ContextOverflow."""
+    return [
+        effective_max_tokens(
+            requested,
+            num_prompt_tokens=len(prompt),
+            max_model_len=service.model.max_model_len,
+            default=default,
+            strict=service.settings.strict_max_tokens,
+            param=param,
+        )
+        for prompt in prompts
+    ]
+
+
+def make_job(
+    fields: GenerationFields,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    params: SamplingParams,
+) -> Job:
+    """`cache_prompt: false` (llama.cpp) skips the lookup: it runs in a namespace of its own."""
+    return Job(
+        prompts=prompts,
+        max_tokens=max_tokens,
+        params=params,
+        options=OutputOptions(
+            stops=tuple(dict.fromkeys(fields.stop)),
+            include_stop=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            min_tokens=fields.min_tokens,
+            discard=max(max_tokens) == 0,
+        ),
+        n=fields.n,
+        cache_salt=fields.cache_salt,
+        store=fields.cache_store and fields.cache_prompt,
+        priority=fields.priority,
+    )
+
+
+def make_head(parsed: Parsed[Fields], kind: str, prefix: str, created: int) -> Head:
+    """`request_id` becomes part of the answer's id."""
+    own = parsed.fields.request_id or secrets.token_hex(16)
+    return Head(
+        id=f"{prefix}-{own}",
+        object=kind,
+        created=created,
+        model=parsed.model,
+        service_tier=parsed.fields.service_tier,
+    )
+
+
+def answer(
+    service: Service, parsed: Parsed[Fields], job: Job, renderer: Renderer, request_id: str
+) -> GenerationResponse:
+    """The response; nothing is submitted before the server runs it."""
+    headers = {"x-request-id": request_id, "x-radix-max-tokens": str(min(job.max_tokens))}
+    if parsed.ignored:
+        headers["x-radix-ignored-fields"] = header_value(parsed.ignored)
+    return GenerationResponse(
+        lambda: service.start(job, parsed.caller),
+        renderer,
+        stream=parsed.fields.stream,
+        keepalive_s=service.settings.sse_keepalive,
+        headers=headers,
+    )
+
+
+def wants_usage(service: Service, fields: GenerationFields) -> bool:
+    """True when a stream ends with its usage."""
+    return fields.stream_options.include_usage or service.settings.force_include_usage

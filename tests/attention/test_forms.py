@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from support.mla_case import TRUE
+
+from radix_mla.attention.forms import CPU_RATES, FormChooser
+
+CHOOSER = FormChooser(TRUE, 32_768, CPU_RATES)
+
+
+def test_few_new_tokens_are_absorbed_and_prefill_is_not() -> None:
+    assert CHOOSER.choose(1, 2_000) == "absorbed"
+    assert CHOOSER.choose(16, 1_500) == "absorbed"
+    assert CHOOSER.choose(2_000, 0) == "non_absorbed"
+    assert CHOOSER.choose(2_000, 8_000) == "non_absorbed"
+
+
+def test_the_forms_cross_once_as_new_tokens_grow() -> None:
+    for context in (500, 2_000, 30_000):
+        forms = [CHOOSER.choose(n, context) for n in range(1, 1_000, 7)]
+        switch = forms.index("non_absorbed")
+        assert set(forms[:switch]) == {"absorbed"}
+        assert set(forms[switch:]) == {"non_absorbed"}
+        assert 50 <= 1 + 7 * switch <= 400, "FLOPs alone cross near 170"
+
+
+def test_forced_form() -> None:
+    for form in ("absorbed", "non_absorbed", "one_shot"):
+        assert FormChooser(TRUE, 4_096, CPU_RATES, form).choose(10, 20) == form
+
+
+def test_forced_one_shot_falls_back_where_it_cannot_fit() -> None:
+    chooser = FormChooser(TRUE, 64, CPU_RATES, "one_shot")
+    assert chooser.choose(4, 60) == "one_shot"
+    assert chooser.choose(4, 61) == "non_absorbed"
+
+
+def test_decode_is_absorbed() -> None:
+    assert (
+        FormChooser(TRUE, 64, CPU_RATES, "non_absorbed").choose(1, 9, is_decode=True) == "absorbed"
+    )
