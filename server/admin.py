@@ -16,13 +16,13 @@ from server.version import VERSION
 router = APIRouter()
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(http: Request) -> Response:
     """200 while the engine lives, also while draining."""
     return _engine_problem(service_of(http)) or _ok("ok")
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(http: Request) -> Response:
     """200 when new requests are taken: for load balancers."""
     service = service_of(http)

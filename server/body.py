@@ -17,6 +17,7 @@ from server.errors import HttpError
 
 MAX_DEPTH = 64
 _BODY_SILENCE_S = 30.0
+_PARSE_ON_LOOP_BYTES = 262_144  # about a millisecond
 
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
@@ -26,6 +27,8 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
     """
     _check_media_type(request.headers.get("content-type"))
     body = await read_bytes(request, max_bytes=max_bytes)
+    if len(body) > _PARSE_ON_LOOP_BYTES:
+        return await asyncio.to_thread(parse_object, body)
     return parse_object(body)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from radix_mla.cache.prefix_cache import PrefixCache
 
-_MAX_FAILED_STEPS = 3  # in a row; then the engine itself is taken to be broken
+_MAX_FAILED_STEPS = 5  # in a row; then the engine itself is taken to be broken
 _AUDIT_EVERY_S = 10.0
 
 

@@ -13,6 +13,7 @@ import math
 import torch
 
 _MIN_WEIGHTS = 1 << 17  # below, the call costs more than the bytes it saves
+_PART = 1 << 16
 _MAX_EXPONENT = 15  # weights are scaled so that the largest lies in [2^14, 2^15)
 
 
@@ -31,7 +32,8 @@ class PackedWeight:
         if not packable(weight):
             return None
         scale = _power_of_two(weight)
-        if not _is_exact(weight.reshape(-1)[:4096], scale) or not _is_exact(weight, scale):
+        # In parts that stay in the CPU's cache; a weight that is not exact shows in the first.
+        if not all(_is_exact(part, scale) for part in torch.split(weight.reshape(-1), _PART)):
             return None
         packed = torch.ops.quantized.linear_prepack_fp16(
             weight.detach() * scale, None if bias is None else bias.detach()

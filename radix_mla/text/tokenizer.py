@@ -38,8 +38,10 @@ class Tokenizer:
         folder = Path(path)
         if not any((folder / name).exists() for name in _FILES):
             return None
-        from transformers import AutoTokenizer  # 0.7 s: only when it is needed
+        from transformers import AutoTokenizer, logging  # seconds, torch included: only if needed
 
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # it reads config.json too, and has opinions about it
         try:
             return cls(
                 AutoTokenizer.from_pretrained(
@@ -49,6 +51,8 @@ class Tokenizer:
         except Exception as error:  # the loaders raise nearly every kind
             first_line = str(error).partition("\n")[0]
             raise CheckpointError(f"tokenizer in {folder} cannot be read: {first_line}") from error
+        finally:
+            logging.set_verbosity(verbosity)
 
     @cached_property
     def adds_bos(self) -> bool:

@@ -23,6 +23,7 @@ from server.openai.common import (
     service_of,
     wants_usage,
 )
+from server.openai.docs import body_of
 from server.openai.logprobs import TokenNames, chat_logprobs
 from server.openai.sampling import check_min_tokens, sampling_params
 from server.openai.schemas import ChatRequest
@@ -31,7 +32,7 @@ from server.openai.stream import DONE, sse
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
 async def chat_completions(http: Request) -> Response:
     """Answers a conversation."""
     service = service_of(http)

@@ -24,6 +24,7 @@ from server.openai.common import (
     service_of,
     wants_usage,
 )
+from server.openai.docs import body_of
 from server.openai.logprobs import TokenNames, completion_logprobs
 from server.openai.prompts import parse_prompts
 from server.openai.sampling import check_min_tokens, sampling_params
@@ -35,7 +36,7 @@ router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
 async def completions(http: Request) -> Response:
     """Continues a prompt, or several."""
     service = service_of(http)

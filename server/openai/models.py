@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from radix_mla.errors import InvalidRequest
 from server.body import read_object
 from server.openai.common import service_of
+from server.openai.docs import body_of
 from server.openai.schemas import DetokenizeRequest, TokenizeRequest, validate
 from server.service import Service
 
@@ -29,7 +30,7 @@ async def get_model(http: Request, name: str) -> dict[str, Any]:
     return _card(service, service.check_model(name))
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
 async def tokenize(http: Request) -> dict[str, Any]:
     """Token ids of a text, or of messages rendered as chat would render them."""
     service = service_of(http)
@@ -46,7 +47,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
 async def detokenize(http: Request) -> dict[str, Any]:
     """Text of token ids."""
     service = service_of(http)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from radix_mla.scheduler.sequence import Sequence
 VOCAB = 50
 
 
-def make_sequence(prompt: list[int] | None = None, generated: list[int] = [], **params) -> Sequence:  # noqa: B006
+def make_sequence(prompt: list[int] | None = None, generated: Items[int] = (), **params) -> Sequence:
     params.setdefault("temperature", 1.0)
     index = params.pop("index", 0)
     request = make_request("r", prompt or [1, 2, 3], params.pop("max_tokens", 100_000), **params)

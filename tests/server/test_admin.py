@@ -48,6 +48,21 @@ async def test_facts(harness: Harness, path: str, keys: set[str]) -> None:
     assert keys <= set(response.json())
 
 
+async def test_openapi_knows_the_bodies(harness: Harness) -> None:
+    paths = (await harness.get("/openapi.json")).json()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert "$ref" not in str(body)
+        assert body["properties"]
+    options = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert "include_usage" in str(options["schema"]["properties"]["stream_options"])
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_probes_may_use_head(harness: Harness, path: str) -> None:
+    assert (await harness.client.head(path)).status_code == 200
+
+
 async def test_cache_stats_count_hits(harness: Harness) -> None:
     harness.engine.stats = EngineStats(evicted_tokens={"capacity": 5}, retractions=2)
     await harness.complete(prompt=[5, 6, 7, 8])

@@ -1,0 +1,75 @@
+"""A Runner over FakeModel with a seam for faults, and an Engine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from support.fake_model import FakeModel
+from support.scheduler_sim import VOCAB
+
+from radix_mla.cache.prefix_cache import PrefixCache
+from radix_mla.engine.engine import Engine
+from radix_mla.engine.step import StepPlan, StepResult
+from radix_mla.sampling.sampler import Sampler
+from radix_mla.scheduler.budget import Limits
+from radix_mla.scheduler.policy import load_policy
+from radix_mla.scheduler.scheduler import Scheduler
+
+
+class FakeRunner:
+    """Logits are 10 at FakeModel's next token, else 0. `fault` may raise, or change the result."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.model = FakeModel(num_pages, page_size, VOCAB)
+        self.fault: Callable[[StepPlan, StepResult], None] | None = None
+        self.num_steps = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        tokens = self.model.run(plan)
+        logits = torch.zeros(sum(chunk.num_logits for chunk in plan.chunks), VOCAB)
+        row = 0
+        for chunk, token in zip(plan.chunks, tokens, strict=True):
+            row += chunk.num_logits
+            if chunk.num_logits:
+                logits[row - 1, token] = 10.0
+        finite = np.ones(len(plan.chunks), dtype=bool)
+        result = StepResult(logits, finite, {"fake": plan.num_tokens}, 0, 0.0)
+        if self.fault is not None:
+            self.fault(plan, result)
+        return result
+
+
+def make_fake_engine(
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    sampler: Sampler | None = None,
+    clock: Callable[[], float] | None = None,
+    **limits,
+) -> tuple[Engine, FakeRunner]:
+    cache = PrefixCache(num_pages, page_size, seed=1)
+    runner = FakeRunner(num_pages, page_size)
+    fields = {"max_num_seqs": 8, "max_num_batched_tokens": 32} | limits
+    scheduler = Scheduler(
+        cache,
+        Limits(
+            max_model_len=(num_pages - 1) * page_size,
+            page_size=page_size,
+            num_pages=num_pages,
+            **fields,
+        ),
+        load_policy("fcfs"),
+    )
+    options = {} if clock is None else {"clock": clock}
+    engine = Engine(
+        cache=cache,
+        runner=runner,
+        scheduler=scheduler,
+        sampler=sampler or Sampler(VOCAB),
+        vocab_size=VOCAB,
+        **options,
+    )
+    return engine, runner
