@@ -149,8 +149,9 @@ class LLM:
                     arrival_s=time.monotonic(),
                 )
                 self._num_requests += 1
+                job = _Job(request, self.tokenizer, stop)
                 self.engine.add_request(request)
-                jobs[request.request_id] = _Job(request, self.tokenizer, stop)
+                jobs[request.request_id] = job
             self._run(jobs)
         finally:
             for request_id in jobs:
@@ -206,10 +207,10 @@ class _Job:
             request.prompt_tokens.tolist(),
             [Completion(index) for index in range(request.n)],
         )
-        self._min_tokens = request.params.min_tokens
-        self._texts = [_Text(tokenizer, stop) for _ in range(request.n)] if tokenizer else None
         if stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer", param="stop")
+        self._min_tokens = request.params.min_tokens
+        self._texts = [_Text(tokenizer, stop) for _ in range(request.n)] if tokenizer else None
 
     def take(self, output: SequenceOutput) -> bool:
         """Adds an event; True when a stop string has just ended the sequence."""

@@ -16,13 +16,15 @@ from server.version import VERSION
 router = APIRouter()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(http: Request) -> Response:
     """200 while the engine lives, also while draining."""
     return _engine_problem(service_of(http)) or _ok("ok")
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@router.get("/ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(http: Request) -> Response:
     """200 when new requests are taken: for load balancers."""
     service = service_of(http)

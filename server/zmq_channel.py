@@ -16,7 +16,7 @@ class ZmqChannel:
     def __init__(self, command_address: str, event_address: str) -> None:
         self._context = zmq.asyncio.Context()
         # The plain sockets share the context: sends never wait, and reads after a poll do not.
-        plain = zmq.Context.shadow(self._context.underlying)
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
         self._commands: zmq.Socket[bytes] = plain.socket(zmq.PUSH)
         self._events = self._context.socket(zmq.PULL)
         self._ready_events: zmq.Socket[bytes] = zmq.Socket.shadow(self._events.underlying)

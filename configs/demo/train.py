@@ -9,6 +9,7 @@ model.safetensors (FP8 blocks) and, unless it already has them, the tokenizer's 
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,9 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     args.out.mkdir(parents=True, exist_ok=True)
+    template = Path(__file__).with_name("chat_template.jinja")
+    if not (args.out / template.name).exists():
+        shutil.copy(template, args.out)
     sets = prepare_data(args.corpus, args.out, args.lines)
     loose, strict, held_out = (packed.to(args.device) for packed in sets)
     print(f"data ready after {time.monotonic() - began:.0f} s", flush=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
     from radix_mla.cache.prefix_cache import PageCopy
 
 

@@ -87,7 +87,7 @@ def test_steps_that_fail_again_and_again_end_the_engine() -> None:
         add(engine, f"bad{i}", [7, 7, 7, 7])
     for _ in range(4):
         engine.step()
-    with pytest.raises(EngineError, match="5 steps in a row failed.*kernel failed"):
+    with pytest.raises(EngineError, match=r"5 steps in a row failed.*kernel failed"):
         engine.step()
 
 

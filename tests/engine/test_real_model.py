@@ -147,7 +147,7 @@ def storm(model: Path, num_requests: int) -> None:
     submitted = 0
     while submitted < num_requests or engine.has_work:
         if submitted < num_requests and rng.random() < 0.6:
-            prompt = rng.choice(prefixes)[: rng.randrange(61)] + [rng.randrange(VOCAB)]
+            prompt = [*rng.choice(prefixes)[: rng.randrange(61)], rng.randrange(VOCAB)]
             request = Request(
                 request_id=str(submitted),
                 prompt=np.asarray(prompt, dtype="<i4").tobytes(),

@@ -20,7 +20,9 @@ from radix_mla.scheduler.sequence import Sequence
 VOCAB = 50
 
 
-def make_sequence(prompt: list[int] | None = None, generated: Items[int] = (), **params) -> Sequence:
+def make_sequence(
+    prompt: list[int] | None = None, generated: Items[int] = (), **params
+) -> Sequence:
     params.setdefault("temperature", 1.0)
     index = params.pop("index", 0)
     request = make_request("r", prompt or [1, 2, 3], params.pop("max_tokens", 100_000), **params)
