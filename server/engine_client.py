@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from radix_mla.engine.ipc import (
     Abort,
-    Admitted,
     Audit,
     Command,
     Drain,
@@ -24,67 +23,21 @@ from radix_mla.engine.ipc import (
     Fatal,
     Flush,
     Outputs,
-    PrefillProgress,
     Ready,
     Reply,
-    SequenceOutput,
     Submit,
 )
-from radix_mla.errors import EngineDead, EngineError, Overloaded
+from radix_mla.errors import EngineDead, EngineError
 from radix_mla.request import Request
+from server.request_stream import RequestEvent, RequestStream
 
 logger = logging.getLogger("radix_mla.server")
 
-RequestEvent = Admitted | PrefillProgress | SequenceOutput
 _CALL_TIMEOUT_S = 60.0
 _WATCH_S = 0.25
+_CONNECT_S = 10.0
 _MAX_SILENCE_S = 5.0
 _DRAIN_WAIT_S = 5.0
-
-
-class RequestStream:
-    """Events of the engine requests behind one HTTP request; one reader, one consumer."""
-
-    __slots__ = ("_error", "_events", "_waiter")
-
-    def __init__(self) -> None:
-        self._events: list[RequestEvent] = []
-        self._error: EngineError | Overloaded | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, event: RequestEvent) -> None:
-        self._events.append(event)
-        self._wake()
-
-    def fail(self, error: EngineError | Overloaded) -> None:
-        """Ends the stream: `receive` raises `error` after the events that came before."""
-        self._error = error
-        self._wake()
-
-    async def receive(self, timeout_s: float | None = None) -> list[RequestEvent]:
-        """All events that are there, at least one; [] after `timeout_s` seconds of silence.
-
-        Raises the error that ended the stream. (Called once a token: a future and a timer cost a
-        third of asyncio.Event and asyncio.timeout.)
-        """
-        if not self._events and self._error is None:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
-        if not self._events and self._error is not None:
-            raise self._error
-        events, self._events = self._events, []
-        return events
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient(Protocol):
@@ -110,7 +63,7 @@ class EngineClient(Protocol):
         """Queues requests with one stream for all. Raises EngineDead."""
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Ends a sequence, or all of a request; no events of them follow in their stream."""
+        """Ends a sequence, or all of a request; their terminal events follow."""
 
     def forget(self, request_id: str) -> None:
         """The request has ended: its late events are dropped."""
@@ -127,6 +80,9 @@ class EngineClient(Protocol):
 
 class Channel(Protocol):
     """One side of the message pipe: whole messages, in order."""
+
+    async def connect(self, timeout_s: float) -> bool:
+        """Waits for the peer; whether it came."""
 
     def send(self, command: Command) -> None:
         """Queues a command; never blocks, and a peer that is gone is no error here."""
@@ -182,8 +138,10 @@ class ChannelEngineClient:
         self._closing = False
         self._reader: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Starts the reader task on the running loop."""
+    async def start(self) -> None:
+        """Connects and starts the reader task. Raises EngineDead when the engine does not come."""
+        if not await self._channel.connect(_CONNECT_S):
+            raise EngineDead(f"it did not connect: {self._process.exit_cause or 'no answer'}")
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
     @property

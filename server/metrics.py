@@ -46,12 +46,13 @@ class RequestRecord:
     arrival_s: float
     turn: str = "first"
     admitted: Admitted | None = None
+    reason: str | None = None  # why it ends, where that is not choice 0's finish reason
     finished: str | None = None
-    num_open: int = 0
+    open_choices: set[int] = field(default_factory=set)
     last_token_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_open = self.num_choices
+        self.open_choices = set(range(self.num_choices))
         self.last_token_s = [0.0] * self.num_choices
 
     @property

@@ -86,7 +86,7 @@ async def _serve(
 ) -> int:
     channel = ZmqChannel(handle.command_address, handle.event_address)
     engine = ChannelEngineClient(channel, handle, info, step_timeout_s=settings.step_timeout)
-    engine.start()
+    await engine.start()
     config = hf_config.ModelConfig.from_dir(folder)
     defaults = SamplingDefaults()
     if settings.generation_config == "auto":

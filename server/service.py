@@ -22,8 +22,9 @@ from radix_mla.request import Request, SamplingParams
 from radix_mla.text.chat_template import ChatTemplate
 from radix_mla.text.tokenizer import Tokenizer
 from server.auth import namespace_of
+from server.choice import Choice, OutputOptions
 from server.engine_client import EngineClient
-from server.generation import Choice, Generation, OutputOptions
+from server.generation import Generation
 from server.lifecycle import Lifecycle, LoopLag
 from server.limits import check_queue
 from server.metrics import Metrics, RequestRecord
@@ -211,10 +212,14 @@ class Service:
         for generation in list(self.generations):
             generation.expire(error)
 
-    def _check_room(self, job: Job) -> None:
+    def check_accepting(self) -> None:
+        """Raises Overloaded (503) while draining."""
         if self.lifecycle.draining:
             self.metrics.rejections.add(1, ("draining",))
         self.lifecycle.check_accepting()
+
+    def _check_room(self, job: Job) -> None:
+        self.check_accepting()
         if self.engine.problem is not None:
             self.metrics.rejections.add(1, ("engine_dead",))
             raise EngineDead(self.engine.problem)

@@ -27,8 +27,14 @@ class ZmqChannel:
         self._commands.bind(command_address)
         self._events.bind(event_address)
 
+    async def connect(self, timeout_s: float) -> bool:
+        """Waits until the engine's sockets are there: what is sent before would be lost."""
+        poller = zmq.asyncio.Poller()
+        poller.register(self._commands, zmq.POLLOUT)
+        return bool(await poller.poll(int(timeout_s * 1000)))
+
     def send(self, command: Command) -> None:
-        with contextlib.suppress(zmq.Again):  # no peer: the process watch will say so
+        with contextlib.suppress(zmq.Again):  # the peer is gone: the process watch will say so
             self._commands.send(encode(command), zmq.NOBLOCK)
 
     async def receive(self, timeout_s: float) -> list[Event]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+
+# Read by libgomp when torch loads it: spinning threads stall each other when tests of several
+# processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import pytest

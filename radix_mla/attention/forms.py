@@ -22,17 +22,23 @@ Form = Literal["absorbed", "non_absorbed", "one_shot"]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device reaches: FLOP/s of each kernel, bytes/s of memory, seconds a call."""
+    """What a device reaches: FLOP/s of each kernel, bytes/s of memory, seconds a call.
+
+    `one_shot` is attention with a prefix in the same call; FLOPs are counted without padding.
+    """
 
     absorbed: float
     attention: float
+    one_shot: float
     gemm: float
     bytes_per_s: float
     call_s: float
 
 
-# AVX2, fp32, 2 threads: `python tests/bench/bench_attention.py`.
-CPU_RATES = Rates(absorbed=60e9, attention=50e9, gemm=90e9, bytes_per_s=8e9, call_s=30e-6)
+# AVX2, fp32, 2 threads: `python tests/bench/bench_attention.py`. Only the ratios choose.
+CPU_RATES = Rates(
+    absorbed=95e9, attention=75e9, one_shot=72e9, gemm=100e9, bytes_per_s=8e9, call_s=30e-6
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +60,44 @@ class FormChooser:
         fits = num_new + num_context <= self.max_rows
         if self.forced is not None:
             return self.forced if fits or self.forced != "one_shot" else "non_absorbed"
-        if self.absorbed_s(num_new, num_context) <= self.chunked_s(num_new, num_context):
-            return "absorbed"
-        return "non_absorbed"
+        costs: dict[Form, float] = {
+            "absorbed": self.absorbed_s(num_new, num_context),
+            "non_absorbed": self.chunked_s(num_new, num_context),
+        }
+        if fits and num_context:
+            costs["one_shot"] = self.one_shot_s(num_new, num_context)
+        return min(costs, key=lambda form: costs[form])
 
     def absorbed_s(self, num_new: int, num_context: int) -> float:
         """Estimated seconds of a layer, absorbed."""
         d = self.dims
-        pairs = num_new * num_context + num_new * (num_new + 1) / 2
+        pairs = _pairs(num_new, num_context)
         attend = pairs * d.num_heads * 2 * (2 * d.latent + d.rope) / self.rates.absorbed
         read = 2 * (num_context + num_new) * d.row * 4 / self.rates.bytes_per_s
-        project = num_new * d.num_heads * 2 * d.latent * (d.nope + d.value) / self.rates.gemm
-        return max(attend, read) + project + 2 * self.rates.call_s
+        return max(attend, read) + self._decompress_s(num_new) + 2 * self.rates.call_s
 
     def chunked_s(self, num_new: int, num_context: int) -> float:
         """Estimated seconds of a layer, decompressed, in context chunks."""
         d = self.dims
-        pairs = num_new * num_context + num_new * (num_new + 1) / 2
-        attend = pairs * d.num_heads * 2 * (d.qk + d.value) / self.rates.attention
-        rows = num_context + num_new
-        decompress = rows * d.num_heads * 2 * d.latent * (d.nope + d.value) / self.rates.gemm
+        flops = _pairs(num_new, num_context) * d.num_heads * 2 * (d.qk + d.value)
         chunks = -(-num_context // self.max_rows)
-        merge_bytes = chunks * num_new * d.num_heads * d.value * 4 * 5
+        merge = chunks * num_new * d.num_heads * d.value * 4 * 5 / self.rates.bytes_per_s
         calls = (2 + 3 * chunks) * self.rates.call_s
-        return attend + decompress + merge_bytes / self.rates.bytes_per_s + calls
+        rows = num_new + num_context
+        return flops / self.rates.attention + self._decompress_s(rows) + merge + calls
+
+    def one_shot_s(self, num_new: int, num_context: int) -> float:
+        """Estimated seconds of a layer, prefix and new rows in one call."""
+        d = self.dims
+        flops = _pairs(num_new, num_context) * d.num_heads * 2 * (d.qk + d.value)
+        rows = num_new + num_context
+        return flops / self.rates.one_shot + self._decompress_s(rows) + 2 * self.rates.call_s
+
+    def _decompress_s(self, rows: int) -> float:
+        """Or, in the absorbed form, the absorption of `rows` queries and outputs: as many FLOPs."""
+        d = self.dims
+        return rows * d.num_heads * 2 * d.latent * (d.nope + d.value) / self.rates.gemm
+
+
+def _pairs(num_new: int, num_context: int) -> float:
+    return num_new * num_context + num_new * (num_new + 1) / 2

@@ -27,13 +27,16 @@ def attend_pieces(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
 ) -> None:
     """Fills out [Sq, H, L] and lse [Sq, H]; q [Sq, H, W] contiguous, pool [S, W], scratch [W', W].
 
-    Rows that do not fit the scratch at once take several passes, merged by LSE.
+    Causal: the queries are the last tokens of `pieces`. Rows that do not fit the scratch at once
+    take several passes, merged by LSE.
     """
     num_q, heads = q.shape[:2]
-    context = sum(piece.num_rows for piece in pieces) - num_q
+    context = sum(piece.num_rows for piece in pieces) - (num_q if causal else 0)
     gathered = sum(piece.num_rows for piece in pieces if not _in_place(piece, pool, scratch))
     if gathered > len(scratch) and lse is None:
         lse = torch.empty(num_q, heads, device=q.device)

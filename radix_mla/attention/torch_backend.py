@@ -3,7 +3,8 @@
 Multi-head: ATen's CPU flash attention. It wants one width for q, k and v (V is padded), aligns
 `is_causal` to the first query (so a prefix needs a mask) and dies with the process on 0 keys (so
 it never sees them). Elsewhere: matmul and softmax in blocks of queries.
-Absorbed: matmul over the rows where they lie; scattered pages are gathered first.
+Absorbed: matmul over the rows where they lie; scattered pages are gathered first. Sequences with
+the same leading pages read these once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.merge_lse import merge_lse_
 from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial
 from radix_mla.attention.row_pieces import Piece, row_pieces
+from radix_mla.attention.shared_prefix import find_shared
 from radix_mla.attention.torch_absorbed import attend_pieces
 
 _QUERY_BLOCK = 256
@@ -37,18 +40,25 @@ class TorchBackend:
     def __init__(self, device: str, *, flash: bool | None = None) -> None:
         self.device = device
         self._flash = device == "cpu" if flash is None else flash
-        self._pieces: list[list[Piece]] = []
+        self._tails: list[list[Piece]] = []  # of each sequence: its rows outside shared passes
+        self._shared: list[tuple[torch.Tensor, list[Piece]]] = []  # tokens int64, their rows
         self._planned: MQAWork | None = None
 
     def plan(self, mha: list[MHAWork], mqa: MQAWork | None) -> None:
-        self._planned = mqa
+        self._planned, self._tails, self._shared = mqa, [], []
         if mqa is None:
-            self._pieces = []
             return
-        self._pieces = [
-            row_pieces(table, int(length), mqa.page_size, self.device)
-            for table, length in zip(mqa.page_tables, mqa.kv_lens, strict=True)
-        ]
+        size = mqa.page_size
+        shared = find_shared(mqa.page_tables, mqa.kv_lens - np.diff(mqa.cu_q), size)
+        for table, length, first in zip(
+            mqa.page_tables, mqa.kv_lens.tolist(), shared.tails, strict=True
+        ):
+            self._tails.append(row_pieces(table[first:], length - first * size, size, self.device))
+        for members, first, last in shared.passes:
+            pages = mqa.page_tables[members[0]][first:last]
+            pieces = row_pieces(pages, len(pages) * size, size, self.device)
+            tokens = np.concatenate([np.arange(mqa.cu_q[i], mqa.cu_q[i + 1]) for i in members])
+            self._shared.append((torch.from_numpy(tokens).to(self.device), pieces))
 
     def run_mha(
         self, work: MHAWork, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -111,12 +121,22 @@ class TorchBackend:
         assert work is self._planned, "run_mqa with work that was not planned for this step"
         heads = q.shape[1]
         out = q.new_empty(q.shape[0], heads, latent)
+        with_lse = work.with_lse or bool(self._shared)
         lse = torch.empty(q.shape[:2], device=q.device)
         cu_q = work.cu_q.tolist()
-        for i, pieces in enumerate(self._pieces):
+        for i, pieces in enumerate(self._tails):
             rows = slice(cu_q[i], cu_q[i + 1])
-            part = out[rows], lse[rows] if work.with_lse else None
+            part = out[rows], lse[rows] if with_lse else None
             attend_pieces(q[rows], pool, pieces, scratch, scale, *part)
+        for tokens, pieces in self._shared:
+            q_shared = q[tokens]
+            o_shared = torch.empty(len(q_shared), heads, latent, dtype=q.dtype, device=q.device)
+            lse_shared = torch.empty(q_shared.shape[:2], device=q.device)
+            attend_pieces(
+                q_shared, pool, pieces, scratch, scale, o_shared, lse_shared, causal=False
+            )
+            merge_lse_(o_shared, lse_shared, out[tokens], lse[tokens])
+            out[tokens], lse[tokens] = o_shared, lse_shared
         return Partial(out, lse)
 
 

@@ -94,6 +94,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def num_steps(self) -> int:
+        """Steps with a forward pass."""
+        return self._stats.num_steps
+
     # -- a step
 
     def step(self) -> Events:

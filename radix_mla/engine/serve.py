@@ -51,6 +51,7 @@ from radix_mla.request import FinishReason, Request
 logger = logging.getLogger("radix_mla.engine")
 
 _IDLE_POLL_MS = 1000
+_STALL_POLL_MS = 1  # nothing could be done though there is work: no busy loop
 _LINGER_MS = 2000
 _PARENT_CHECK_S = 2.0
 
@@ -87,7 +88,8 @@ class EngineServer:
             self._heartbeat.busy()
             while self._commands.poll(0):
                 self._receive(self._commands.recv())
-            self._step()
+            if not self._step():
+                self._commands.poll(_STALL_POLL_MS)
 
     def fatal(self, error: BaseException) -> None:
         self._send(Fatal(type(error).__name__, str(error)))
@@ -95,8 +97,10 @@ class EngineServer:
     def close(self) -> None:
         self._context.destroy(linger=_LINGER_MS)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether anything happened."""
         engine = self._engine
+        num_steps = engine.num_steps
         events = engine.step() if engine.has_work else engine.take_events()
         rejected, self._rejected = self._rejected, []
         if events or rejected:
@@ -104,6 +108,7 @@ class EngineServer:
             stats = engine.stats()
             self._send(Outputs(events.admitted, sequences, events.progress, stats))
             self._sent_stats = msgspec.msgpack.encode(stats)
+        return bool(events) or engine.num_steps > num_steps
 
     def _send_changed_stats(self) -> None:
         stats = self._engine.stats()

@@ -8,6 +8,7 @@ sorted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ Ids: TypeAlias = NDArray[np.intp]
 
 _BLOCK = 1024
 # Weights of exp(-8) of the top's and more belong to a few hundred ids of a trained model.
-_FLOORS = (math.exp(-8.0), math.exp(-16.0), 0.0)
+_FLOORS = (math.exp(-8.0), math.exp(-16.0))
 _MAX_SORTED = 4096
 _LEVELS_PER_NAT = 16
 
@@ -50,10 +51,7 @@ def _weights(scores: Weights, temperature: float) -> Weights:
 
 def _top_k(weights: Weights, ids: Ids | None, k: int) -> Ids:
     """The k heaviest; of equal ones at the border the lowest ids."""
-    for floor in _FLOORS:
-        pool = _at_least(weights, ids, floor)
-        if len(pool) >= k:
-            break
+    pool = _heaviest(weights, ids, lambda found: len(found) >= k)
     if len(pool) <= k:
         return pool
     values = weights[pool]
@@ -67,12 +65,9 @@ def _top_k(weights: Weights, ids: Ids | None, k: int) -> Ids:
 
 def _nucleus(weights: Weights, ids: Ids | None, top_p: float) -> Ids:
     """The smallest set of the heaviest that holds `top_p` of the weight; one at least."""
-    total = float((weights if ids is None else weights[ids]).sum(dtype=np.float64))
-    for floor in _FLOORS:
-        pool = _at_least(weights, ids, floor)
-        values = weights[pool]
-        if float(values.sum(dtype=np.float64)) >= top_p * total:
-            break
+    total = _sum(weights if ids is None else weights[ids])
+    pool = _heaviest(weights, ids, lambda found: _sum(weights[found]) >= top_p * total)
+    values = weights[pool]
     below = np.zeros(len(pool), dtype=bool)  # surely inside
     rest, missing = np.arange(len(pool)), top_p * total
     if len(pool) > _MAX_SORTED:
@@ -95,6 +90,19 @@ def _split_by_level(
     border = min(int(np.searchsorted(cumulative, target, side="left")), len(cumulative) - 1)
     taken = float(cumulative[border - 1]) if border else 0.0
     return level < border, np.flatnonzero(level == border), target - taken
+
+
+def _heaviest(weights: Weights, ids: Ids | None, is_enough: Callable[[Ids], bool]) -> Ids:
+    """Those above the highest floor that leaves enough; at worst all."""
+    for floor in _FLOORS:
+        pool = _at_least(weights, ids, floor)
+        if is_enough(pool):
+            return pool
+    return _at_least(weights, ids, 0.0)
+
+
+def _sum(weights: Weights) -> float:
+    return float(weights.sum(dtype=np.float64))
 
 
 def _at_least(weights: Weights, ids: Ids | None, floor: float) -> Ids:

@@ -68,7 +68,7 @@ class Sampler:
 
     def _sample_one(self, rows: NDArray[np.float32], item: Work) -> Sampled:
         seq = item.sequence
-        prompt: list[TokenLogprobs] = []
+        prompt: Items[TokenLogprobs] = ()
         if seq.needs_prompt_logprobs:
             targets = seq.prompt_targets(item.num_tokens)
             own = rows[item.first_row : item.first_row + len(targets)]

@@ -159,7 +159,7 @@ class Admission:
         long. Where that is what does not fit, the hit ends at the page border before it.
         """
         limit = seq.lookup_limit
-        for _ in range(2):
+        while True:
             lease = self._cache.acquire(seq.tokens, seq.namespace, limit=limit)
             if self._fits(seq, lease):
                 return lease
@@ -167,8 +167,7 @@ class Admission:
             has_partial = limit < lease.num_cached
             self._cache.release(lease)
             if not has_partial:
-                break
-        return None
+                return None
 
     def _fits(self, seq: Sequence, lease: Lease) -> bool:
         """Whether `seq` can start beside the running ones; alone, whether it can start at all."""

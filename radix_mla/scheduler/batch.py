@@ -81,9 +81,6 @@ class Batch:
         num_tokens, _ = self._entries.pop(seq, (0, []))
         self.tokens_left += num_tokens
 
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
     def build(self, page_size: int) -> Scheduled:
         chunks: list[Chunk] = []
         copies: list[PageCopy] = []

@@ -176,10 +176,10 @@ class Lifecycle:
         except Exception as error:
             self.fail(seq, error)
             return
+        waiting = self.waiting  # without what it still holds of `seq` from its admission
         self._release(seq)
         seq.retract()
         self.counters.retractions += 1
-        waiting = self.waiting  # compacted while the counts still agree
         insort(waiting, seq, key=lambda other: other.order)
         self._enter_queue(seq)
 

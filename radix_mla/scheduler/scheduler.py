@@ -157,13 +157,10 @@ class Scheduler:
             self._life.end(seq, FinishReason.LENGTH)
             return
         oldest = min(running, key=lambda other: other.order)
-        others = [other for other in running if other is not oldest]
-        limit = self.limits.max_retractions
-        # Admission leaves nobody at the limit without room. Should a cache break that promise,
-        # one retraction more is better than a deadlock.
-        victims = [other for other in others if other.num_retractions < limit] or others
+        # None of them is at max_retractions: admission lets such a one run only where all worst
+        # cases fit together, and then there is always room.
         victim = min(
-            victims,
+            (other for other in running if other is not oldest),
             key=lambda other: (-other.effective_priority, other.sunk_work, -other.order),
         )
         self._life.retract(victim)

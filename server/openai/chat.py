@@ -11,7 +11,8 @@ from fastapi.responses import Response
 
 from radix_mla.errors import InvalidRequest
 from radix_mla.text.chat_template import ChatTemplate
-from server.generation import Choice, Delta, Generation
+from server.choice import Choice, Delta
+from server.generation import Generation
 from server.lengths import check_zero, requested_max_tokens
 from server.openai.common import (
     Head,

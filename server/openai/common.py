@@ -12,7 +12,7 @@ from fastapi import Request
 from radix_mla.errors import InvalidRequest
 from radix_mla.request import SamplingParams
 from server.body import read_object
-from server.generation import OutputOptions
+from server.choice import OutputOptions
 from server.lengths import effective_max_tokens
 from server.openai.fields import header_value, sort_fields
 from server.openai.schemas import GenerationFields, validate
@@ -71,7 +71,7 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
     caller = service.caller(http, fields.prompt_cache_key)
     service.ignored_fields.note(caller.address, sorted_fields.ignored)
     model = service.check_model(fields.model)
-    service.lifecycle.check_accepting()
+    service.check_accepting()
     check_response_format(fields)
     if fields.stop and service.tokenizer is None:
         raise InvalidRequest(

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 
 from radix_mla.text.detokenizer import make_detokenizer
 from radix_mla.text.tokenizer import Tokenizer
-from server.generation import Delta, Generation, TokenEntry
+from server.choice import Delta, TokenEntry
+from server.generation import Generation
 from server.lengths import check_zero, requested_max_tokens
 from server.openai.common import (
     Head,

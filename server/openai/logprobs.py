@@ -11,7 +11,7 @@ from typing import Any
 
 from radix_mla.engine.ipc import TokenLogprobs
 from radix_mla.text.tokenizer import Tokenizer
-from server.generation import TokenEntry
+from server.choice import TokenEntry
 
 FLOOR = -9999.0
 

@@ -16,8 +16,9 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.choice import Delta
 from server.errors import describe, logger
-from server.generation import Delta, Generation
+from server.generation import Generation
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -92,7 +92,7 @@ def test_forms_agree_for_random_batches() -> None:
 def test_different_forms_in_one_step() -> None:
     case = make_case([(1, 300), (400, 0), (2, 500), (300, 200), (1, 7)], dims=TRUE, page_size=16)
     out, plan = case.run(None)
-    assert plan.paths == {"absorbed": 4, "non_absorbed": 700}
+    assert plan.paths == {"absorbed": 4, "non_absorbed": 400, "one_shot": 300}
     assert_within_plain(out, case.answer(torch.float32), case.answer(), atol=5e-6)
 
 

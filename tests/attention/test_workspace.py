@@ -17,6 +17,8 @@ def test_bytes() -> None:
 def test_padding_widens_to_the_larger_head() -> None:
     for dims, width in ((ODD, 32), (WIDE_V, 48)):
         space = Workspace(dims, context_rows=8, step_tokens=4, pad_heads=True, dtype=torch.float32)
+        assert (space.keys(8) == 0).all()
+        assert (space.values(8) == 0).all()
         assert space.keys(3).shape == space.values(3).shape == (dims.num_heads, 3, width)
 
 

@@ -84,12 +84,19 @@ def model_flops(model: ModelConfig, num_new: int, num_context: int) -> float:
     return 2.0 * model.active_params * num_new + attention + head
 
 
-def step(sizes: list[tuple[int, int]], vocab: int, *, decode: bool = False) -> StepPlan:
-    """(new, context) of each sequence, on consecutive pages; one logits row each."""
+def step(
+    sizes: list[tuple[int, int]], vocab: int, *, decode: bool = False, shared: bool = False
+) -> StepPlan:
+    """(new, context) of each sequence, on consecutive pages; one logits row each.
+
+    `shared`: all stand on the full pages of the first one's context.
+    """
     rng, page, chunks = np.random.default_rng(0), 0, []
     for new, context in sizes:
         pages = -(-(new + context) // PAGE)
         table = np.arange(page, page + pages, dtype=np.int32)
+        if shared:
+            table[: context // PAGE] = np.arange(context // PAGE)
         tokens = rng.integers(0, vocab, new).astype(np.int32)
         chunks.append(Chunk(tokens, context, table, 1, is_decode=decode))
         page += pages
@@ -147,11 +154,12 @@ def extend(runner: ModelRunner, model: ModelConfig, threads: int, runs: int) -> 
 
 
 def decode(runner: ModelRunner, model: ModelConfig, threads: int, runs: int) -> None:
-    for batch in (1, 8, 64):
-        for context in (100, 2000):
-            plan = step([(1, context)] * batch, model.vocab_size, decode=True)
-            wall, cpu = least(lambda p=plan: runner.execute(p), runs)
-            report("decode", wall, cpu, batch=batch, num_context=context, threads=threads)
+    cases = [(batch, context, False) for batch in (1, 8, 64) for context in (100, 2000)]
+    for batch, context, shared in [*cases, (8, 2000, True), (64, 2000, True)]:
+        plan = step([(1, context)] * batch, model.vocab_size, decode=True, shared=shared)
+        wall, cpu = least(lambda p=plan: runner.execute(p), runs)
+        more = {"batch": batch, "num_context": context, "shared": shared, "threads": threads}
+        report("decode", wall, cpu, **more)
 
 
 CASES = {"prefill": prefill, "extend": extend, "decode": decode}

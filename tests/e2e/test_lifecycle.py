@@ -7,21 +7,12 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, wait_for
 
 LONG = {"prompt": [5, 6, 7, 8], "max_tokens": 3000, "ignore_eos": True}
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        time.sleep(0.02)
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:

@@ -89,3 +89,11 @@ def test_counts_grow_with_the_sequence(prompt: list[int], generated: list[int]) 
 )
 def test_rows_are_copied_only_where_something_changes(params: dict, expected: bool) -> None:
     assert changes_logits(make_sequence([1], **params)) is expected
+
+
+def test_many_distinct_ids_are_counted() -> None:
+    counts = PenaltyCounts(np.asarray([1], dtype=np.int32))
+    generated = [i for i in range(500) for _ in range(1 + i % 3)]
+    counts.update(np.asarray([1, *generated], dtype=np.int32))
+    ids, times = counts.generated
+    assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == Counter(generated)

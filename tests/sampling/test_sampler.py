@@ -147,6 +147,25 @@ def test_greedy_is_the_argmax_of_its_own_row() -> None:
     assert tokens == logits.argmax(axis=1).tolist()
 
 
+def test_greedy_on_a_device_is_the_same() -> None:
+    logits = random_logits(rows=4)
+    logits[1, 7] = math.nan
+    seqs = [make_sequence(temperature=0.0) for _ in range(4)]
+    work = [Work(seq, 1, True, i != 2, i, 1) for i, seq in enumerate(seqs)]
+    sampler = Sampler(VOCAB - 5)
+    rows = torch.from_numpy(logits)
+    assert sampler._argmax_on_device(rows, work) == sampler.sample(rows, work)
+
+
+@pytest.mark.gpu
+def test_logits_may_be_on_a_gpu() -> None:
+    logits = torch.from_numpy(random_logits(rows=2)).cuda()
+    for params in ({"temperature": 0.0}, {"top_p": 0.5, "logprobs": 2}):
+        work = [Work(make_sequence(**params), 1, True, True, i, 1) for i in range(2)]
+        sampler = Sampler(VOCAB)
+        assert sampler.sample(logits, work) == sampler.sample(logits.cpu(), work)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-4])
 def test_a13_tiny_temperatures_are_greedy(temperature: float) -> None:
     logits = random_logits(scale=100.0)

@@ -68,6 +68,18 @@ def test_s06_small_ones_pass_a_big_one_that_does_not_fit_but_not_for_ever() -> N
     assert all(sim.outcomes[f"small{i}", 0].first_step >= big for i in range(5, 20))
 
 
+def test_s06_no_more_than_so_many_that_do_not_fit_are_looked_at_in_a_step() -> None:
+    sim = Simulation(num_pages=100, page_size=4, max_num_batched_tokens=512, max_num_seqs=100)
+    sim.submit("running", [1] * 300, 60)
+    sim.step()
+    for i in range(40):
+        sim.submit(f"big{i}", [2 + i] * 200, 2)
+    sim.submit("small", [90, 91], 2)
+    sim.step()
+    assert sim.outcomes["small", 0].admitted is None
+    sim.run()
+
+
 def test_s07_huge_prompts_queue_instead_of_thrashing() -> None:
     sim = Simulation(num_pages=100, page_size=4, max_num_batched_tokens=64)
     for i in range(8):
@@ -86,6 +98,20 @@ def test_s07_tiny_prompts_with_a_huge_max_tokens_run_together() -> None:
         sim.submit(f"r{i}", prompt, sim.limits.max_model_len - 8)
     sim.step()
     assert len(sim.scheduler.running) >= 40
+
+
+@pytest.mark.parametrize(("reserve_steps", "starts"), [(0, True), (16, False)])
+def test_admission_leaves_room_for_the_running_ones_to_grow(
+    reserve_steps: int, starts: bool
+) -> None:
+    sim = Simulation(num_pages=20, page_size=4, min_reserve_steps=reserve_steps)
+    sim.submit("a", [1] * 20, 30)
+    sim.submit("b", [2] * 9, 30)
+    sim.step()
+    sim.submit("c", [3] * 30, 2)  # 8 of the 12 pages that are left
+    sim.step()
+    assert (sim.outcomes["c", 0].admitted is not None) == starts
+    sim.run()
 
 
 def test_a_step_holds_decodes_first_and_no_more_than_its_budget() -> None:
@@ -208,3 +234,15 @@ def test_prefill_tokens_are_told_by_source() -> None:
     sim.submit("b", [*range(50), 1, 2], 3)
     sim.run()
     assert sim.scheduler.counters.prefill_tokens == {"computed": 52, "recomputed": 0, "device": 50}
+
+
+def test_t14_prompt_logprobs_take_no_more_than_256_rows_of_logits_a_step() -> None:
+    sim = Simulation(num_pages=400, max_num_batched_tokens=1000)
+    for i in range(3):
+        sim.submit(f"r{i}", [i] * 300, 2, prompt_logprobs=0)
+    sim.submit("plain", [9] * 300, 2)
+    while sim.scheduler.has_work:
+        scheduled = sim.step()
+        assert sum(w.num_logits for w in scheduled.work if not w.is_decode) <= 256 + 1
+    sim.check_outcomes()
+    assert sim.outcomes["plain", 0].first_step == 1, "others are not held up by it"

@@ -88,6 +88,32 @@ def test_s09_one_that_gets_no_page_gives_way_and_the_others_go_on() -> None:
     assert sim.scheduler.counters.retractions == 1
 
 
+def test_x10_a_running_request_whose_page_cannot_be_had_for_another_reason_fails() -> None:
+    cache = FaultyCache("grow", 7, RuntimeError("injected"))
+    cache.armed = False
+    sim = Simulation(cache=cache)
+    for token in (5, 7):
+        sim.submit(f"r{token}", [token] * 11, 6)
+    sim.step()
+    cache.armed = True
+    sim.failed.add(("r7", 0))
+    sim.run()
+    assert sim.outcomes["r7", 0].error == "RuntimeError: injected"
+    assert sim.reasons() == {"length": 1, "error": 1}
+
+
+def test_x10_a_lookup_that_fails_while_others_run_fails_when_it_is_admitted() -> None:
+    class Blind(PrefixCache):
+        def peek(self, tokens, namespace=""):
+            raise RuntimeError("injected")
+
+    sim = Simulation(cache=Blind(64, 4, seed=1))
+    sim.submit("leader", [1] * 40, 2)
+    sim.submit("r", [1] * 39 + [2, 3], 2)
+    sim.run()
+    assert sim.reasons() == {"length": 2}, "a failed look for a leader is no reason to fail"
+
+
 def test_x10_a_commit_that_fails_in_a_retraction_fails_that_request() -> None:
     cache = FaultyCache("commit", 7, RuntimeError("injected"))
     cache.armed = False

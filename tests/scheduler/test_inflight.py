@@ -30,14 +30,24 @@ def cached(sim: Simulation, request_id: str, index: int = 0) -> int:
     return admitted.num_cached_tokens
 
 
-def test_r21_a_common_prefix_is_computed_once() -> None:
-    sim = simulate()
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+@pytest.mark.parametrize("leader_is_aborted", [False, True])
+def test_r21_a_common_prefix_is_computed_once(policy: str, leader_is_aborted: bool) -> None:
+    sim = simulate(
+        policy=policy, num_pages=600, page_size=16, max_num_batched_tokens=256, step_s=0.1
+    )
+    prefix = [i * i % 97 for i in range(2048)]
     for i in range(64):
-        sim.submit(f"r{i}", [*PREFIX, i % 7, i], 1)
+        sim.submit(f"r{i}", [*prefix, i, i % 7], 1)
+    for _ in range(4):
+        sim.step()
+    (leader,) = sim.scheduler.running
+    if leader_is_aborted:
+        sim.abort(leader.request_id)
     sim.run()
-    assert sim.model.num_computed_tokens <= len(PREFIX) + 64 * 2
-    assert cached(sim, "r0") == 0
-    assert all(cached(sim, f"r{i}") >= len(PREFIX) for i in range(1, 64))
+    assert sim.model.num_computed_tokens <= 2048 + 64 * 2
+    cached = [outcome.admitted.num_cached_tokens for outcome in sim.outcomes.values()]
+    assert sum(num < 2048 for num in cached) == 1 + leader_is_aborted
 
 
 def test_the_waiter_starts_when_the_common_part_is_committed() -> None:
@@ -113,13 +123,18 @@ def test_nobody_waits_for_one_that_does_not_store() -> None:
 
 
 def test_nobody_waits_for_one_that_was_flushed_away() -> None:
-    sim = simulate()
-    start_leader_and_waiter(sim)
+    # Prompt logprobs take 256 rows a step, so that budget is left beside the leader's chunk.
+    sim = simulate(num_pages=400, max_num_batched_tokens=400)
+    prompt = [i % 90 for i in range(700)]
+    sim.submit("leader", prompt, 3, prompt_logprobs=0)
+    sim.step()
+    sim.submit("w", [*prompt, 2], 3)
+    sim.step()
+    assert sim.scheduler.num_waiting()["sibling"] == 1
     sim.cache.flush()
     sim.step()
-    sim.step()
+    assert cached(sim, "w") == 0, "it starts at once, though the leader still computes"
     sim.run()
-    assert cached(sim, "w") == 0
 
 
 def test_nobody_waits_across_namespaces() -> None:
@@ -189,6 +204,20 @@ def test_t15_choices_attach_to_the_first_ones_prompt_at_any_length() -> None:
         sim.run()
         assert [cached(sim, "r", i) for i in range(3)] == [0, length - 1, length - 1]
         assert sim.model.num_computed_tokens == length + 2 + 3 * 2
+
+
+class LatestFirst:
+    """A policy that offers the last choice first."""
+
+    def order(self, waiting, peek, now):
+        return list(reversed(waiting))
+
+
+def test_the_first_choice_leads_under_any_policy() -> None:
+    sim = simulate(policy=f"{__name__}:LatestFirst")
+    sim.submit("r", PREFIX[:9], 3, n=3)
+    sim.run()
+    assert [cached(sim, "r", i) for i in range(3)] == [0, 8, 8]
 
 
 def test_choices_wait_while_the_first_one_waits_for_room() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.scheduler_sim import Simulation
+from support.scheduler_sim import Simulation, make_request
 
+from radix_mla.cache.prefix_cache import PrefixCache
 from radix_mla.scheduler.sequence import Status
 
 
@@ -91,6 +92,15 @@ def test_a_lone_request_that_outgrows_the_pool_ends_with_length() -> None:
     assert len(outcome.tokens) == 16 - 3 + 1, "all 16 rows are used"
 
 
+def test_one_that_can_never_fit_ends_instead_of_waiting_for_ever() -> None:
+    sim = Simulation(num_pages=100, cache=PrefixCache(5, 4, seed=1))  # less than promised
+    sim.scheduler.add(make_request("r", [1] * 50))
+    sim.scheduler.schedule(1.0)
+    (output,) = sim.scheduler.take_events().sequences
+    assert output.finish_reason == "length"
+    assert not sim.scheduler.has_work
+
+
 def test_two_that_outgrow_the_pool_end_one_after_the_other() -> None:
     sim = Simulation(num_pages=6, page_size=4, max_model_len=1000)
     sim.submit("a", [1, 2, 3], 100)
@@ -107,3 +117,20 @@ def test_one_that_may_not_be_retracted_again_starts_only_where_all_fit_for_good(
     assert [seq.request_id for seq in sim.scheduler.running] == ["a"]
     sim.run()
     assert sim.scheduler.counters.retractions == 0
+
+
+def test_one_that_is_retracted_right_after_its_admission_waits_once() -> None:
+    sim = Simulation()
+    sim.submit("a", [1] * 8, 3)
+    sim.submit("b", [2] * 8, 3)
+    scheduled = sim.scheduler.schedule(1.0)
+    sim.scheduler.fail_step(scheduled, RuntimeError("x"))
+    sim.failed |= {("a", 0), ("b", 0)}
+    sim.submit("c", [3] * 8, 3)
+    sim.submit("d", [4] * 8, 3)
+    sim.scheduler.schedule(2.0)
+    for seq in list(sim.scheduler.running):
+        sim.scheduler._life.retract(seq)
+    assert [seq.request_id for seq in sim.scheduler.waiting] == ["c", "d"]
+    sim._take_events()
+    sim.run()

@@ -52,3 +52,49 @@ async def test_a_finished_request_is_not_aborted(tokenizer: Tokenizer) -> None:
     await harness.complete()
     assert harness.engine.aborts == []
     assert len(harness.engine.forgotten) >= 1
+
+
+async def test_a_request_runs_until_the_engine_has_let_go_of_it(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(lambda request, index: Script(hold=True), slow_aborts=True)
+    harness = Harness(engine, tokenizer)
+    call = Call(harness.app, "/v1/completions", {"prompt": "a", "n": 2, "stream": True})
+    await call.next()
+    call.disconnect()
+    await call.end()
+    request_id = engine.requests[0].request_id
+    assert await harness.metric("radix_mla_requests_running") == 1
+    engine.settle(request_id, 0, "abort")
+    assert await harness.metric("radix_mla_requests_running") == 1
+    engine.settle(request_id, 1, "abort")
+    assert await harness.metric("radix_mla_requests_running") == 0
+    assert await harness.metric("radix_mla_requests_finished_total", reason="abort") == 1
+    assert engine.streams == {}
+
+
+async def test_the_same_after_a_stop_string_but_the_answer_does_not_wait(
+    tokenizer: Tokenizer,
+) -> None:
+    ids = tokenizer.encode("a STOP and more", False)
+    engine = FakeEngine(
+        lambda request, index: Script([*ids, 70, 70]), slow_aborts=True, delay_s=0.001
+    )
+    harness = Harness(engine, tokenizer)
+    answer = await harness.complete(stop="STOP", max_tokens=100)
+    assert answer.json()["choices"][0]["text"] == "a "
+    assert [(index, why) for _, index, why in engine.aborts] == [(0, "stop")]
+    assert await harness.metric("radix_mla_requests_running") == 1
+    engine.settle(engine.requests[0].request_id, 0, "stop")
+    assert await harness.metric("radix_mla_requests_finished_total", reason="stop") == 1
+    assert await harness.metric("radix_mla_requests_running") == 0
+
+
+async def test_engine_death_settles_what_was_closing(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(lambda request, index: Script(hold=True), slow_aborts=True)
+    harness = Harness(engine, tokenizer)
+    call = Call(harness.app, "/v1/completions", {"prompt": "a", "stream": True})
+    await call.next()
+    call.disconnect()
+    await call.end()
+    engine.die()
+    assert await harness.metric("radix_mla_requests_finished_total", reason="abort") == 1
+    assert await harness.metric("radix_mla_requests_running") == 0

@@ -31,7 +31,8 @@ from radix_mla.engine.ipc import (
 )
 from radix_mla.errors import EngineDead
 from radix_mla.request import Request, SamplingParams
-from server.engine_client import ChannelEngineClient, RequestStream
+from server.engine_client import ChannelEngineClient
+from server.request_stream import RequestStream
 from server.zmq_channel import ZmqChannel
 
 
@@ -40,6 +41,10 @@ class FakeChannel:
     sent: list[Command] = field(default_factory=list)
     incoming: asyncio.Queue[list[Event]] = field(default_factory=asyncio.Queue)
     closed: bool = False
+    connects: bool = True
+
+    async def connect(self, timeout_s: float) -> bool:
+        return self.connects
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
@@ -86,7 +91,7 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     channel, process = FakeChannel(), FakeProcess()
     client = ChannelEngineClient(channel, process, {"a": 1}, step_timeout_s=20)
-    client.start()
+    await client.start()
     yield Rig(channel, process, client)
     await client.close()
 
@@ -219,10 +224,17 @@ async def test_an_unreadable_message_ends_the_client(rig: Rig) -> None:
         await stream.receive()
 
 
+async def test_an_engine_that_does_not_connect_is_dead() -> None:
+    process = FakeProcess(exit_cause="exit status 1")
+    client = ChannelEngineClient(FakeChannel(connects=False), process, {})
+    with pytest.raises(EngineDead, match="exit status 1"):
+        await client.start()
+
+
 async def test_close_drains_then_ends_the_process() -> None:
     channel, process = FakeChannel(), FakeProcess()
     client = ChannelEngineClient(channel, process, {})
-    client.start()
+    await client.start()
     await client.close()
     assert channel.sent == [Drain()]
     assert len(process.waited) == len(process.closed) == 1
@@ -232,11 +244,13 @@ async def test_close_drains_then_ends_the_process() -> None:
 async def test_the_zmq_channel_carries_whole_messages(tmp_path: Any) -> None:
     addresses = f"ipc://{tmp_path}/commands", f"ipc://{tmp_path}/events"
     channel = ZmqChannel(*addresses)
-    channel.send(Drain())  # nobody is connected yet: dropped, not raised
+    assert not await channel.connect(0.01)
+    channel.send(Drain())  # nobody is there: dropped, not raised
     with zmq.Context() as context:
         commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         commands.connect(addresses[0])
         outputs.connect(addresses[1])
+        assert await channel.connect(2)
         assert await channel.receive(0.01) == []
         sent = [_outputs(SequenceOutput("r", 0, [i])) for i in range(3)]
         for event in sent:

@@ -181,3 +181,4 @@ async def test_draining_answers_503_with_retry_after(harness: Harness) -> None:
         assert "context" not in message
         assert "too many tokens" not in message
     assert (await harness.get("/health")).status_code == 200
+    assert await harness.metric("radix_mla_rejections_total", reason="draining") == 2

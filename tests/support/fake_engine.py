@@ -13,7 +13,7 @@ from typing import Any
 from radix_mla.engine.ipc import Admitted, EngineStats, SequenceOutput, TokenLogprobs
 from radix_mla.errors import EngineDead
 from radix_mla.request import Request
-from server.engine_client import RequestEvent, RequestStream
+from server.request_stream import RequestEvent, RequestStream
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class FakeEngine:
     aborts: list[tuple[str, int | None, str]] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     flushed: list[str | None] = field(default_factory=list)
+    open: dict[str, set[int]] = field(default_factory=dict)
+    slow_aborts: bool = False
     streams: dict[str, RequestStream] = field(default_factory=dict)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,6 +59,7 @@ class FakeEngine:
         for request in requests:
             self.requests.append(request)
             self.streams[request.request_id] = stream
+            self.open[request.request_id] = set(range(request.n))
             task = asyncio.create_task(self._play(request, stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -64,8 +67,19 @@ class FakeEngine:
         return stream
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """The terminal events come at once, unless `slow_aborts`."""
         self.aborts.append((request_id, index, reason))
         self.aborted.set()
+        if not self.slow_aborts:
+            self.settle(request_id, index, reason)
+
+    def settle(self, request_id: str, index: int | None, reason: str) -> None:
+        """Ends the open choices of a request as an abort does."""
+        stream, still_open = self.streams.get(request_id), self.open.get(request_id, set())
+        for choice in sorted(still_open if index is None else still_open & {index}):
+            still_open.discard(choice)
+            if stream is not None:
+                stream.push(SequenceOutput(request_id, choice, [], finish_reason=reason))
 
     def forget(self, request_id: str) -> None:
         self.streams.pop(request_id, None)
@@ -106,6 +120,8 @@ class FakeEngine:
         finish = script.finish if len(ids) == len(script.token_ids) else "length"
         groups = [ids[i : i + script.per_event] for i in range(0, len(ids), script.per_event)]
         for number, group in enumerate(groups or [[]]):
+            if index not in self.open[request.request_id]:
+                return
             is_last = number == max(0, len(groups) - 1)
             ended = is_last and finish == "stop"
             stream.push(
@@ -118,8 +134,11 @@ class FakeEngine:
                     stop_token_id=script.stop_token_id if ended else None,
                 )
             )
+            if is_last and script.error is None:
+                self.open[request.request_id].discard(index)
             await asyncio.sleep(self.delay_s)
-        if script.error is not None:
+        if script.error is not None and index in self.open[request.request_id]:
+            self.open[request.request_id].discard(index)
             stream.push(
                 SequenceOutput(
                     request.request_id, index, [], finish_reason="error", error=script.error

@@ -58,24 +58,22 @@ class FakeModel:
     def __init__(self, num_pages: int, page_size: int, vocab_size: int) -> None:
         self._page_size = page_size
         self._vocab_size = vocab_size
-        self._rng = np.random.default_rng(7)
-        self._pool = self._rng.integers(0, 1 << 63, num_pages * page_size, dtype=np.uint64)
+        rng = np.random.default_rng(7)
+        self._pool = rng.integers(0, 1 << 63, num_pages * page_size, dtype=np.uint64)
         self.num_computed_tokens = 0
 
     def poison(self, pages: NDArray[np.int32]) -> None:
-        view = self._pool.reshape(-1, self._page_size)
-        view[pages] = self._rng.integers(0, 1 << 63, (len(pages), self._page_size), dtype=np.uint64)
+        self._pool.reshape(-1, self._page_size)[pages] += _MULTIPLIER
 
     def run(self, plan: StepPlan) -> list[int]:
-        """The next token after each chunk."""
+        """The next token after each chunk that asks for logits; -1 after the others."""
         view = self._pool.reshape(-1, self._page_size)
         for copy in plan.copies:
             view[copy.dst_page, : copy.num_rows] = view[copy.src_page, : copy.num_rows]
-        written = [self._write(chunk) for chunk in plan.chunks]
-        slots = np.concatenate(written) if written else np.empty(0, dtype=np.int64)
-        assert len(np.unique(slots)) == len(slots), "two sequences write one slot in a step"
+        written = [slot for chunk in plan.chunks for slot in self._write(chunk).tolist()]
+        assert len(set(written)) == len(written), "two sequences write one slot in a step"
         self.num_computed_tokens += plan.num_tokens
-        return [self._read(chunk) for chunk in plan.chunks]
+        return [self._read(chunk) if chunk.num_logits else -1 for chunk in plan.chunks]
 
     def _slots(self, chunk: Chunk, start: int, stop: int) -> NDArray[np.int64]:
         positions = np.arange(start, stop)

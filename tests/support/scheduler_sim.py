@@ -121,7 +121,10 @@ class Simulation:
         oldest = min((s.order for s in self.scheduler.running), default=None)
         before = {s.order for s in self.scheduler.running}
         self.model.poison(self.cache._allocator.free_pages)
+        num_retractions = self.scheduler.counters.retractions
         scheduled = self.scheduler.schedule(self.now)
+        if self.scheduler.counters.retractions > num_retractions:
+            assert {s.order for s in self.scheduler.running} <= before, "no thrashing"
         self._check_plan(scheduled, oldest, before)
         next_tokens = self.model.run(scheduled.plan)
         finite = np.ones(len(scheduled.work), dtype=bool)
