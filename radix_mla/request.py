@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 
@@ -21,6 +22,18 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text must match, from its first token to its end.
+
+    text: json_object: ""; json_schema: the schema as JSON; regex and ebnf: the expression (a regex
+    matches the whole answer); choice: a JSON array of strings; structural_tag: its JSON.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

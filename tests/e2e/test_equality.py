@@ -32,7 +32,7 @@ PAIRWISE = tuple(
 
 
 def engine(**knobs: object) -> Engine:
-    return build_engine(EngineConfig(model=str(DEMO), **knobs))  # type: ignore[arg-type]
+    return build_engine(EngineConfig(model=str(DEMO), num_threads=1, **knobs))  # type: ignore[arg-type]
 
 
 def requests(prompts: int, families: int, max_tokens: int) -> list[Request]:

@@ -69,11 +69,12 @@ def test_sigterm_drains_and_leaves_no_process(tiny_model: Path) -> None:
         connection = open_stream(server, max_tokens=300)
         reply = connection.getresponse()
         assert reply.status == 200
-        reply.fp.readline()
+        reply.readline()
         server.process.send_signal(signal.SIGTERM)
         rest = reply.read().decode()
         assert '"finish_reason":"length"' in rest.replace(" ", "")
         assert rest.rstrip().endswith("data: [DONE]")
+        connection.close()
         assert server.process.wait(20) == 0
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
@@ -90,7 +91,7 @@ def test_disconnects_abort_and_give_everything_back(tiny_model: Path) -> None:
     with serve(tiny_model) as server:
         connections = [open_stream(server, prompt=[9, i, 3], n=1 + i % 2) for i in range(6)]
         for connection in connections:
-            connection.getresponse().fp.readline()
+            connection.getresponse().readline()
         plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         plain.request("POST", "/v1/completions", json.dumps({"model": "tiny", **LONG}))
         wait_for(lambda: server.metrics().total("requests_running") > 0)

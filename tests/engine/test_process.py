@@ -249,18 +249,6 @@ def test_drain_finishes_what_is_accepted_and_exits(model: Path) -> None:
     assert not directory.exists()
 
 
-def test_x08_a_killed_engine_is_dead_and_says_why(model: Path) -> None:
-    handle = EngineHandle.start(config(model))
-    handle.wait_ready(timeout_s=_TIMEOUT_S)
-    assert handle.is_alive
-    assert handle.exit_cause is None
-    os.kill(handle.pid, signal.SIGKILL)
-    assert handle.wait(_TIMEOUT_S)
-    assert not handle.is_alive
-    assert "SIGKILL" in str(handle.exit_cause)
-    handle.close()
-
-
 def test_an_engine_that_is_killed_while_it_starts_is_dead(model: Path) -> None:
     handle = EngineHandle.start(config(model))
     os.kill(handle.pid, signal.SIGKILL)
@@ -322,3 +310,13 @@ def test_no_engine_outlives_its_parent(model: Path) -> None:
         assert not is_gone(pid)
         parent.kill()
     wait_for(lambda: is_gone(pid))
+
+
+def test_x08_a_killed_engine_is_dead_and_says_why(handle: EngineHandle) -> None:
+    # The last one here: it ends the engine that the others share.
+    assert handle.is_alive
+    assert handle.exit_cause is None
+    os.kill(handle.pid, signal.SIGKILL)
+    assert handle.wait(_TIMEOUT_S)
+    assert not handle.is_alive
+    assert "SIGKILL" in str(handle.exit_cause)

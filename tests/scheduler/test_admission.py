@@ -100,6 +100,17 @@ def test_s07_tiny_prompts_with_a_huge_max_tokens_run_together() -> None:
     assert len(sim.scheduler.running) >= 40
 
 
+def test_where_a_partial_pages_source_does_not_fit_the_hit_ends_at_the_page_before() -> None:
+    # The source stays locked until the first commit, and its node is nearly the whole pool.
+    sim = Simulation(num_pages=8, page_size=4)
+    sim.submit("a", [1, 2, *range(10, 34)], 2)
+    sim.run()
+    sim.submit("b", [1, 2, *range(40, 60)], 2)
+    sim.run()
+    assert sim.outcomes["b", 0].admitted.num_cached_tokens == 0
+    assert len(sim.outcomes["b", 0].tokens) == 2
+
+
 @pytest.mark.parametrize(("reserve_steps", "starts"), [(0, True), (16, False)])
 def test_admission_leaves_room_for_the_running_ones_to_grow(
     reserve_steps: int, starts: bool

@@ -1,0 +1,290 @@
+"""One choice's text, split into what an assistant message is made of, while it is generated.
+
+    Choice ─ text of each token ─► AssistantParser ─ events ─► chat, responses, messages render them
+
+    text:  <think> reasoning </think>  content  <calls> name, arguments, ... </calls>  content
+    event:         ReasoningDelta      TextDelta        ToolCallStart, ToolCallArguments   TextDelta
+
+Markers may be cut anywhere; what could still become one is held back. What looks like a tool call
+and turns out not to be one comes out as text, every character of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from server.openai.reasoning import ReasoningFormat
+
+
+class ReasoningDelta(NamedTuple):
+    """Thinking text."""
+
+    text: str
+
+
+class TextDelta(NamedTuple):
+    """Answer text."""
+
+    text: str
+
+
+class ToolCallStart(NamedTuple):
+    """Call `index` (0, 1, ... in one choice) begins; its arguments follow piece by piece."""
+
+    index: int
+    id: str
+    name: str
+
+
+class ToolCallArguments(NamedTuple):
+    """More of the JSON text of call `index`'s arguments, as it was generated."""
+
+    index: int
+    text: str
+
+
+AssistantEvent = ReasoningDelta | TextDelta | ToolCallStart | ToolCallArguments
+
+
+class Read(NamedTuple):
+    """What a reader made of a buffer: events, characters used, and whether it is done."""
+
+    events: Sequence[AssistantEvent]
+    used: int
+    done: bool = False
+
+
+class CallReader(Protocol):
+    """Reads tool calls of one format from the text that begins at one of `triggers`."""
+
+    triggers: tuple[str, ...]
+    num_calls: int
+    ends_reasoning: bool  # a trigger inside reasoning ends it (the model forgot the end tag)
+    trims_text: bool  # white space between text and calls belongs to the format
+
+    def read(self, buffer: str, *, final: bool) -> Read:
+        """Consumes what is certain. `final`: nothing follows, so `used` must reach the end.
+
+        After `done` the rest is text, until the next trigger.
+        """
+
+
+class AssistantParser:
+    """The events of one choice. `push` text, then `finish` once."""
+
+    __slots__ = (
+        "_buffer",
+        "_calls",
+        "_limit",
+        "_reasoning",
+        "_state",
+        "_trim",
+        "num_reasoning_tokens",
+    )
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        calls: CallReader | None,
+        *,
+        reasoning_open: bool = False,
+        max_calls: int | None = None,
+    ) -> None:
+        """`reasoning_open`: the prompt ends inside reasoning. `max_calls`: the choice ends there."""
+        self._reasoning = reasoning
+        self._calls = calls
+        self._limit = max_calls
+        self._buffer = ""
+        self._trim = False  # newlines at the front of the buffer belong to the tag before them
+        self.num_reasoning_tokens = 0
+        self._state: Callable[[bool], list[AssistantEvent] | None] = self._text
+        if reasoning is not None:
+            self._state = self._in_reasoning if reasoning_open else self._before
+            self._trim = reasoning_open
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def full(self) -> bool:
+        """True when the last permitted call is complete: the choice can end."""
+        return (
+            self._limit is not None
+            and self._calls is not None
+            and self._calls.num_calls >= self._limit
+            and self._state != self._in_calls
+        )
+
+    def count(self, num_tokens: int) -> None:
+        """Counts generated tokens as reasoning while reasoning is open; call before `push`."""
+        if self._reasoning is not None and self._state == self._in_reasoning:
+            self.num_reasoning_tokens += num_tokens
+
+    def push(self, text: str) -> list[AssistantEvent]:
+        """The events that this text makes certain."""
+        if not text:
+            return []
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[AssistantEvent]:
+        """What is held when the text ends."""
+        return self._run(final=True)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """`stop` after tool calls is `tool_calls`; `length` stays `length`."""
+        return "tool_calls" if reason == "stop" and self.has_calls else reason
+
+    def _run(self, *, final: bool) -> list[AssistantEvent]:
+        events: list[AssistantEvent] = []
+        while True:
+            made = self._state(final)
+            if made is None:
+                return merged(events)
+            events += made
+            if self.full:
+                self._buffer = ""
+                return merged(events)
+
+    # A state consumes from the buffer and returns its events; None: it needs more text.
+
+    def _before(self, final: bool) -> list[AssistantEvent] | None:
+        """Nothing but white space so far: a start tag opens reasoning."""
+        assert self._reasoning is not None
+        stripped = self._buffer.lstrip()
+        start = self._reasoning.start
+        if stripped.startswith(start):
+            self._take(len(self._buffer) - len(stripped) + len(start))
+            self._state, self._trim = self._in_reasoning, True
+            return []
+        if not final and start.startswith(stripped):
+            return None
+        self._state = self._text
+        return []
+
+    def _in_reasoning(self, final: bool) -> list[AssistantEvent] | None:
+        assert self._reasoning is not None
+        self._trim_front()
+        triggers: tuple[str, ...] = ()
+        if self._calls is not None and self._calls.ends_reasoning:
+            triggers = self._calls.triggers
+        end = self._reasoning.end
+        at, marker = first_of(self._buffer, (end, *triggers))
+        if marker is None:
+            keep = 0 if final else held(self._buffer, (end, *triggers), newlines=True)
+            text = self._take(len(self._buffer) - keep)
+            return [ReasoningDelta(text)] if text else None
+        text = self._take(at).rstrip("\n")
+        if marker == end:
+            self._take(len(end))
+            self._state, self._trim = self._text, True
+        else:
+            self._state = self._in_calls
+        return [ReasoningDelta(text)] if text else []
+
+    def _text(self, final: bool) -> list[AssistantEvent] | None:
+        self._trim_front()
+        if self._calls is None:
+            text = self._take(len(self._buffer))
+            return [TextDelta(text)] if text else None
+        trims = self._calls.trims_text
+        at, marker = first_of(self._buffer, self._calls.triggers)
+        if marker is None:
+            keep = 0 if final else held(self._buffer, self._calls.triggers, spaces=trims)
+            text = self._take(len(self._buffer) - keep)
+            return [TextDelta(text)] if text else None
+        text = self._take(at)
+        text = text.rstrip() if trims else text
+        self._state = self._in_calls
+        return [TextDelta(text)] if text else []
+
+    def _in_calls(self, final: bool) -> list[AssistantEvent] | None:
+        assert self._calls is not None
+        read = self._calls.read(self._buffer, final=final)
+        self._take(read.used)
+        if read.done:
+            self._state = self._text
+            return list(read.events)
+        return list(read.events) if read.used or read.events else None
+
+    def _take(self, count: int) -> str:
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        return taken
+
+    def _trim_front(self) -> None:
+        if self._trim and self._buffer:
+            self._buffer = self._buffer.lstrip("\n")
+            self._trim = not self._buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantPlan:
+    """How the choices of one request are parsed; `parser` makes one for each choice.
+
+    keep_ids: marker tokens that stay in the text although the vocabulary calls them special.
+    """
+
+    reasoning: ReasoningFormat | None = None
+    reasoning_open: bool = False
+    reader: Callable[[], CallReader] | None = None
+    max_calls: int | None = None
+    keep_ids: frozenset[int] = frozenset()
+
+    def parser(self) -> AssistantParser:
+        return AssistantParser(
+            self.reasoning,
+            self.reader() if self.reader is not None else None,
+            reasoning_open=self.reasoning_open,
+            max_calls=self.max_calls,
+        )
+
+
+def first_of(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
+    """Where the first of the markers begins, and which: the longest of those at that place."""
+    best, found = len(text), None
+    for marker in markers:
+        at = text.find(marker)
+        if at != -1 and (at < best or (at == best and len(marker) > len(found or ""))):
+            best, found = at, marker
+    return best, found
+
+
+def held(
+    text: str, markers: Sequence[str], *, newlines: bool = False, spaces: bool = False
+) -> int:
+    """Length of the end of `text` that may be the beginning of a marker.
+
+    `newlines` / `spaces`: newlines / any white space before that are held as well.
+    """
+    longest = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:size]):
+                longest = size
+                break
+    body = text[: len(text) - longest]
+    stripped = body.rstrip() if spaces else body.rstrip("\n") if newlines else body
+    return len(text) - len(stripped)
+
+
+def merged(events: Sequence[AssistantEvent]) -> list[AssistantEvent]:
+    """Neighbours of one kind put together."""
+    result: list[AssistantEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            result[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + event.text)
+        elif (
+            isinstance(event, ToolCallArguments)
+            and isinstance(last, ToolCallArguments)
+            and last.index == event.index
+        ):
+            result[-1] = ToolCallArguments(last.index, last.text + event.text)
+        else:
+            result.append(event)
+    return result
