@@ -19,7 +19,7 @@ import numpy as np
 from radix_mla.config import EngineConfig
 from radix_mla.engine.outputs import SequenceOutput, TokenLogprobs
 from radix_mla.errors import ContextOverflow, InvalidRequest, RadixMlaError
-from radix_mla.request import FinishReason, Request, SamplingParams
+from radix_mla.request import FinishReason, Grammar, Request, SamplingParams
 
 if TYPE_CHECKING:
     from radix_mla.engine.build import Progress
@@ -51,6 +51,7 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int
     prompt_logprobs: int
+    grammar: Grammar
 
 
 @dataclass(slots=True)
@@ -107,6 +108,8 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and the cache; idempotent."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     @property

@@ -59,6 +59,7 @@ async def server_info(http: Request) -> dict[str, Any]:
         "settings": service.settings.public(),
         "has_tokenizer": service.tokenizer is not None,
         "has_chat_template": service.has_chat_template,
+        **(service.formats.info() if service.formats is not None else {}),
     }
 
 

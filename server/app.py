@@ -15,12 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radix_mla.text.tokenizer import Tokenizer
 from server import admin, cache_api, errors
+from server.anthropic import messages
 from server.auth import OPEN_PATHS, Keyring
 from server.engine_client import EngineClient
 from server.errors import HttpError
 from server.exposition import make_registry
 from server.openai import chat, completions, models
 from server.openai.sampling import SamplingDefaults
+from server.responses import responses
 from server.service import ModelFacts, Service
 from server.settings import Settings
 from server.version import VERSION
@@ -40,7 +42,7 @@ def create_app(
     app.state.service = service
     app.state.registry = make_registry(service)
     errors.install(app, service.metrics)
-    for module in (completions, chat, models, admin, cache_api):
+    for module in (completions, chat, responses, messages, models, admin, cache_api):
         app.include_router(module.router)
     keyring = Keyring(
         [key.get_secret_value() for key in settings.api_key],
@@ -80,6 +82,6 @@ class Edge:
                 scope["radix_tenant"], scope["radix_admin"] = self._keyring.identify(scope)
             except HttpError as error:
                 self._service.metrics.rejections.add(1, ("unauthorized",))
-                await errors.respond(errors.describe(error))(scope, receive, send)
+                await errors.respond(errors.describe(error), scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from radix_mla.engine.ipc import SequenceOutput, TokenLogprobs
 from radix_mla.text.detokenizer import make_detokenizer
 from radix_mla.text.stops import StopChecker
 from radix_mla.text.tokenizer import Tokenizer
+from server.openai.assistant import AssistantEvent, AssistantPlan, merge_events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How tokens become output. `discard`: max_tokens 0, the one token that was made is dropped."""
+    """How tokens become output. `discard`: max_tokens 0, the one token that was made is dropped.
+
+    `assistant`: how the text is split into thinking, content and tool calls (`Delta.parts`).
+    """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
     discard: bool = False
+    assistant: AssistantPlan | None = None
 
 
 class TokenEntry(NamedTuple):
@@ -39,12 +44,14 @@ class Delta:
     token_ids: list[int]
     entries: list[TokenEntry]
     finish_reason: str | None
+    parts: list[AssistantEvent] = field(default_factory=list)
 
 
 class Choice:
     """One sequence on its way to text."""
 
     __slots__ = (
+        "_assistant",
         "_detokenizer",
         "_num_chars",
         "_options",
@@ -65,11 +72,22 @@ class Choice:
         self._options = options
         self._num_chars = 0
         self._stops = StopChecker(options.stops, include_stop=options.include_stop)
+        plan = options.assistant
+        self._assistant = plan.parser() if plan is not None else None
         self._detokenizer = (
-            make_detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+            make_detokenizer(
+                tokenizer,
+                skip_special_tokens=options.skip_special_tokens,
+                keep=plan.keep_ids if plan is not None else frozenset(),
+            )
             if tokenizer is not None
             else None
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens generated inside thinking."""
+        return self._assistant.num_reasoning_tokens if self._assistant is not None else 0
 
     def feed(self, output: SequenceOutput) -> Delta:
         """Takes the output of some steps. After a stop string the rest of it is dropped."""
@@ -85,14 +103,27 @@ class Choice:
             logprobs = output.logprobs[position] if output.logprobs is not None else None
             delta.token_ids.append(token_id)
             delta.entries.append(TokenEntry(token_id, logprobs, self._num_chars))
-            delta.text += self._push(token_id, silent=stops_here and not self._options.include_stop)
+            text = self._push(token_id, silent=stops_here and not self._options.include_stop)
+            self._add(delta, text, num_tokens=1)
             if self._stops.matched is not None:
                 self.finish_reason, self.stop_reason = "stop", self._stops.matched
                 break
+            if self._assistant is not None and self._assistant.full:
+                self.finish_reason = "stop"
+                break
         if self.finish_reason is None and output.finish_reason is not None:
-            delta.text += self._finish(output)
+            self._add(delta, self._finish(output))
+        if self.finish_reason is not None and self._assistant is not None:
+            delta.parts = merge_events([*delta.parts, *self._assistant.finish()])
+            self.finish_reason = self._assistant.finish_reason(self.finish_reason)
         delta.finish_reason = self.finish_reason
         return delta
+
+    def _add(self, delta: Delta, text: str, *, num_tokens: int = 0) -> None:
+        delta.text += text
+        if self._assistant is not None:
+            self._assistant.count(num_tokens)
+            delta.parts = merge_events([*delta.parts, *self._assistant.push(text)])
 
     def _push(self, token_id: int, *, silent: bool) -> str:
         self.num_tokens += 1
@@ -127,6 +158,7 @@ def joined(deltas: list[Delta]) -> list[Delta]:
         known = merged.setdefault(delta.choice, delta)
         if known is not delta:
             known.text += delta.text
+            known.parts = merge_events([*known.parts, *delta.parts])
             known.token_ids += delta.token_ids
             known.entries += delta.entries
             known.finish_reason = delta.finish_reason

@@ -29,7 +29,18 @@ from radix_mla.errors import (
 from server.metrics import Metrics
 
 logger = logging.getLogger("radix_mla.server")
-GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
+GENERATION_PATHS = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+)
+ANTHROPIC_PREFIX = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class HttpError(Exception):
@@ -55,6 +66,7 @@ class Problem:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    anthropic_message: str | None = None  # where Anthropic's clients parse another text
 
     @property
     def body(self) -> bytes:
@@ -66,12 +78,32 @@ class Problem:
         }
         return msgspec.json.encode({"error": error})
 
+    @property
+    def anthropic_body(self) -> bytes:
+        """Anthropic's shape: {"type": "error", "error": {"type", "message"}}."""
+        fallback = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, fallback)
+        message = self.message if self.anthropic_message is None else self.anthropic_message
+        return msgspec.json.encode(
+            {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+        )
+
 
 def describe(error: BaseException) -> Problem:
     """The client's view of an exception. Texts of our own faults stay in the log."""
     match error:
         case ModelNotFound():
             return Problem(404, error.message, "invalid_request_error", error.param, error.code)
+        case ContextOverflow():
+            return Problem(
+                400,
+                error.message,
+                "invalid_request_error",
+                error.param,
+                error.code,
+                anthropic_message=f"prompt is too long: {error.prompt} tokens > "
+                f"{error.limit} maximum",
+            )
         case RequestError():
             return Problem(400, error.message, "invalid_request_error", error.param, error.code)
         case Overloaded():
@@ -103,10 +135,10 @@ def describe(error: BaseException) -> Problem:
             return Problem(500, text, "server_error", None, "internal_error")
 
 
-def respond(problem: Problem) -> Response:
-    """The problem as a JSON response."""
+def respond(problem: Problem, path: str = "") -> Response:
+    """The problem as a JSON response, in the shape of the API that `path` belongs to."""
     return Response(
-        problem.body,
+        problem.anthropic_body if path.startswith(ANTHROPIC_PREFIX) else problem.body,
         status_code=problem.status,
         media_type="application/json",
         headers=dict(problem.headers),
@@ -126,7 +158,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         reason = _rejection(error)
         if reason is not None and request.url.path in GENERATION_PATHS:
             metrics.rejections.add(1, (reason,))
-        return respond(problem)
+        return respond(problem, request.url.path)
 
     for kind in (
         RequestError,

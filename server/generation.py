@@ -8,10 +8,11 @@ A Generation is one HTTP request: p prompts with n choices each; choice c = prom
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from radix_mla.engine.ipc import Admitted, SequenceOutput
+from radix_mla.engine.ipc import Admitted, PrefillProgress, SequenceOutput
 from radix_mla.errors import EngineError, Overloaded, RequestFailed
 from radix_mla.request import Request
 from server.choice import Choice, Delta, joined
@@ -30,6 +31,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     cache_write_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """OpenAI's shape, with DeepSeek's two names beside it."""
@@ -41,9 +43,44 @@ class Usage:
                 "cached_tokens": self.cached_tokens,
                 "cache_write_tokens": self.cache_write_tokens,
             },
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "prompt_cache_hit_tokens": self.cached_tokens,
             "prompt_cache_miss_tokens": self.prompt_tokens - self.cached_tokens,
+        }
+
+
+@dataclass(slots=True)
+class Progress:
+    """Prompt tokens whose rows exist; `take` answers in llama.cpp's words, cached ones included."""
+
+    total: int
+    _cached: dict[str, int] = field(default_factory=dict)
+    _done: dict[str, int] = field(default_factory=dict)
+    _started_s: float = 0.0
+    _changed: bool = False
+
+    def note(self, request_id: str, num_tokens: int, *, cached: bool = False) -> None:
+        if cached:
+            self._cached.setdefault(request_id, num_tokens)
+            self._started_s = self._started_s or time.monotonic()
+        self._changed = self._changed or num_tokens > self._done.get(request_id, -1)
+        self._done[request_id] = max(num_tokens, self._done.get(request_id, 0))
+
+    def complete(self) -> None:
+        """Output came: with one prompt, all of it is done."""
+        if len(self._done) == 1:
+            for request_id in list(self._done):
+                self.note(request_id, self.total)
+
+    def take(self) -> dict[str, int] | None:
+        if not self._changed:
+            return None
+        self._changed = False
+        return {
+            "total": self.total,
+            "cache": sum(self._cached.values()),
+            "processed": sum(self._done.values()),
+            "time_ms": round(1000 * (time.monotonic() - self._started_s)),
         }
 
 
@@ -71,6 +108,7 @@ class Generation:
         self._metrics = metrics
         self._position = {record.request_id: place for place, record in enumerate(records)}
         self._num_open = len(choices)
+        self._progress = Progress(sum(record.num_prompt_tokens for record in records))
         self._on_close = on_close
         self._stream = engine.submit(requests)
         for record in records:
@@ -93,7 +131,10 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Counts so far."""
-        usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))
+        usage = Usage(
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
+        )
         for record in self.records:
             usage.prompt_tokens += record.num_prompt_tokens
             if record.admitted is not None:
@@ -123,7 +164,16 @@ class Generation:
                     deltas.append(delta)
             elif isinstance(event, Admitted):
                 self._metrics.on_admitted(self.records[self._position[event.request_id]], event)
+                self._progress.note(event.request_id, event.num_cached_tokens, cached=True)
+            elif isinstance(event, PrefillProgress):
+                self._progress.note(event.request_id, event.num_computed)
+        if deltas:
+            self._progress.complete()
         return joined(deltas)
+
+    def take_progress(self) -> dict[str, int] | None:
+        """How far the prompt is, once for each change."""
+        return self._progress.take()
 
     def close(self) -> None:
         """Ends what still runs (the client is gone); after the end it only tidies up.

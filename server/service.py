@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,8 +30,10 @@ from server.lifecycle import Lifecycle, LoopLag
 from server.limits import check_queue
 from server.metrics import Metrics, RequestRecord
 from server.openai.fields import SeenOnce
+from server.openai.model_formats import ModelFormats
 from server.openai.prompts import TokenIds
 from server.openai.sampling import SamplingDefaults
+from server.rendering import PromptRenderer
 from server.settings import Settings
 
 logger = logging.getLogger("radix_mla.server")
@@ -107,8 +110,10 @@ class Service:
         self.ignored_fields = SeenOnce(log=_log_ignored)
         self._pool = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
         self._template: ChatTemplate | None = None
+        self.formats: ModelFormats | None = None
         if tokenizer is not None and tokenizer.chat_template is not None:
             self._template = ChatTemplate(tokenizer)
+            self.formats = ModelFormats(self._template, tokenizer)
 
     async def in_pool(self, work: Callable[[], Result]) -> Result:
         """Runs CPU work (tokenising, rendering) off the event loop."""
@@ -125,9 +130,12 @@ class Service:
         """The name to answer with; absent means the first. Raises ModelNotFound."""
         if name is None or name == "":
             return self.model.name
-        if name not in self.model.names:
+        if name not in self.model.names and not self._is_alias(name):
             raise ModelNotFound(name, list(self.model.names))
         return name
+
+    def _is_alias(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.settings.model_alias)
 
     def need_tokenizer(self) -> Tokenizer:
         """Raises InvalidRequest for a model folder without tokenizer files."""
@@ -150,6 +158,22 @@ class Service:
                 code="no_chat_template",
             )
         return self._template
+
+    def need_renderer(self) -> PromptRenderer:
+        """Raises InvalidRequest when there is no chat template."""
+        template = self.need_template()
+        return PromptRenderer(
+            template,
+            self.need_tokenizer(),
+            self.token_ids,
+            normalise=self.settings.prompt_normalise == "auto",
+        )
+
+    def need_formats(self) -> ModelFormats:
+        """Raises InvalidRequest when there is no chat template."""
+        self.need_template()
+        assert self.formats is not None  # made with the template
+        return self.formats
 
     def caller(self, http: HttpRequest, session: str | None) -> Caller:
         """`session`: the request's prompt_cache_key; headers of known clients stand in for it."""

@@ -73,6 +73,10 @@ class Settings(BaseModel):
     served_model_name: list[str] = Field(
         [], description="Name(s) in the API; default: the model folder's name."
     )
+    model_alias: list[str] = Field(
+        [],
+        description="More names that requests may use, * and ? allowed ('claude-*'); not listed.",
+    )
     api_key: list[SecretStr] = Field(
         [], description="Accepted API key(s); none: everybody may call."
     )
@@ -85,6 +89,13 @@ class Settings(BaseModel):
     )
     force_include_usage: bool = Field(
         False, description="Send usage at the end of every stream, asked for or not."
+    )
+    prompt_normalise: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: keep what differs from turn to turn out of the head of prompts.",
+    )
+    reasoning_field: Literal["reasoning_content", "reasoning", "both"] = Field(
+        "reasoning_content", description="Name of the field that thinking text comes back in."
     )
     sse_keepalive: float = Field(
         15.0, ge=0, description="Seconds of silence before a keep-alive comment; 0: never."
@@ -150,7 +161,7 @@ class Settings(BaseModel):
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
 
-    @field_validator("served_model_name", "api_key", "admin_api_key", mode="before")
+    @field_validator("served_model_name", "model_alias", "api_key", "admin_api_key", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Environment variables and YAML may give several, separated by commas."""

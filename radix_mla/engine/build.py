@@ -19,6 +19,7 @@ from radix_mla.engine.vocabulary import num_token_ids
 from radix_mla.errors import ConfigError
 from radix_mla.models.checkpoint import load_model, locate
 from radix_mla.models.hf_config import GenerationDefaults, ModelConfig
+from radix_mla.sampling.grammar import GrammarCompiler
 from radix_mla.sampling.sampler import Sampler
 from radix_mla.scheduler.budget import Limits
 from radix_mla.scheduler.policy import load_policy
@@ -68,6 +69,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         ),
         sampler=Sampler(num_sampleable),
         vocab_size=model_config.vocab_size,
+        grammars=GrammarCompiler(
+            str(folder), eos_ids=defaults.eos_token_ids, vocab_size=num_sampleable
+        ),
         info=describe(folder, model_config, defaults, resolved, runner, num_sampleable),
     )
 

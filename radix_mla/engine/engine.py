@@ -10,12 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from radix_mla.engine.outputs import EngineStats
 from radix_mla.engine.step import StepPlan, StepResult
 from radix_mla.errors import AuditError, EngineError, InvalidRequest
-from radix_mla.request import FinishReason, Request
+from radix_mla.request import FinishReason, Grammar, Request
+from radix_mla.sampling.constraint import Constraint
+from radix_mla.sampling.grammar import CompiledGrammar, GrammarCompiler
 from radix_mla.scheduler.batch import Sampled, Scheduled, Work
 from radix_mla.scheduler.lifecycle import Events
 from radix_mla.scheduler.scheduler import Scheduler
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_FAILED_STEPS = 5  # in a row; then the engine itself is taken to be broken
 _AUDIT_EVERY_S = 10.0
+_COMPILE_POLL_S = 0.002  # how long a step waits that has nothing else to do than wait for grammars
 
 
 class Runner(Protocol):
@@ -52,6 +57,7 @@ class Engine:
         scheduler: Scheduler,
         sampler: TokenSampler,
         vocab_size: int,
+        grammars: GrammarCompiler | None = None,
         info: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +67,8 @@ class Engine:
         self._runner = runner
         self._sampler = sampler
         self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._compiling: dict[str, Future[CompiledGrammar]] = {}  # by request id
         self._clock = clock
         self._stats = EngineStats(kv_slots_total=cache.num_pages * cache.page_size)
         self._paths: Counter[str] = Counter()
@@ -71,7 +79,10 @@ class Engine:
     # -- requests
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises RequestError: ids, lengths or its id cannot be served."""
+        """Queues a request. Raises RequestError: ids, lengths or its id cannot be served.
+
+        One with a grammar waits until that is compiled, or ends as rejected.
+        """
         prompt = request.prompt_tokens
         if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
             raise InvalidRequest(
@@ -79,7 +90,11 @@ class Engine:
                 f"{int(prompt.min())} to {int(prompt.max())}",
                 param="prompt",
             )
+        grammar = request.params.grammar
+        compiled = None if grammar is None else self._compile(grammar)
         self.scheduler.add(request)
+        if compiled is not None:
+            self._compiling[request.request_id] = compiled
 
     def abort(
         self,
@@ -88,6 +103,8 @@ class Engine:
         reason: FinishReason = FinishReason.ABORT,
     ) -> None:
         """Ends a request's open choices, or one; their terminal events come with the next ones."""
+        if index is None:
+            self._compiling.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
 
     @property
@@ -107,15 +124,36 @@ class Engine:
         Raises EngineError when the device or several steps in a row failed: the engine is done.
         """
         begin = self._clock()
+        if self._compiling:
+            self._take_compiled()
         scheduled = self.scheduler.schedule(begin)
         if scheduled.work:
             result = self._run(scheduled)
             self._count(scheduled, result, self._clock() - begin)
+        elif self._compiling:
+            wait(self._compiling.values(), _COMPILE_POLL_S, FIRST_COMPLETED)
         return self.scheduler.take_events()
 
     def take_events(self) -> Events:
         """What happened outside of steps: aborts."""
         return self.scheduler.take_events()
+
+    def _compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        if self._grammars is None:
+            raise InvalidRequest("This engine has no grammars.", code="unsupported_parameter")
+        return self._grammars.compile(grammar)
+
+    def _take_compiled(self) -> None:
+        """Lets those go on whose grammar is there, and ends those whose grammar is refused."""
+        for request_id, future in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            error = future.exception()
+            if error is None:
+                self.scheduler.constrain(request_id, partial(Constraint, future.result()))
+            else:
+                self.scheduler.reject(request_id, error)
 
     def _run(self, scheduled: Scheduled) -> StepResult | None:
         """Runs, samples and books a step; a forward that raises fails its sequences only."""
@@ -146,6 +184,16 @@ class Engine:
             stats.step_host_s += step_s - result.forward_s
             stats.prefill_context_chunks += result.num_context_chunks
             self._paths.update(result.paths)
+
+    def prepare(self) -> None:
+        """Gets ready, in the background, for what requests have not asked for yet; idempotent."""
+        if self._grammars is not None:
+            self._grammars.start()
+
+    def close(self) -> None:
+        """Ends what runs beside the engine. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     # -- the cache and the numbers
 

@@ -38,7 +38,8 @@ class SequenceOutput:
     """New tokens of one sequence in this step (0 or 1 for now), and its end if it ended.
 
     `stop_token_id` is the id that ended it (EOS or one of stop_token_ids), else None; that id is
-    the last of `token_ids`. `error` is set with finish_reason "error".
+    the last of `token_ids`. `error` is set with finish_reason "error"; with `rejected` it is the
+    client's fault and says why, in words meant for the client.
     `prompt_logprobs` comes once, with the first token: entry 0 is None.
     """
 
@@ -50,6 +51,7 @@ class SequenceOutput:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    rejected: bool = False
 
 
 @dataclass(slots=True)

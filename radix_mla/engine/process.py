@@ -40,6 +40,10 @@ from radix_mla.engine.ipc import (
 )
 from radix_mla.errors import EngineDead, RadixMlaError
 
+# Idle OpenMP threads sleep instead of spinning: they share the cores with the API process. On a
+# busy 2-core machine a spinning decode step took four times as long. The user's setting wins.
+_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 # (stage, done, total), as build.Progress
 Progress = Callable[[str, int, int], None]
 
@@ -66,7 +70,11 @@ class EngineHandle:
                 [sys.executable, "-m", "radix_mla.engine.serve", str(write_fd)],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_fd,),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **_WAITING,
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
         except OSError:
             os.close(read_fd)

@@ -46,6 +46,7 @@ from radix_mla.engine.ipc import (
     write_frame,
 )
 from radix_mla.engine.outputs import SequenceOutput
+from radix_mla.errors import RequestError
 from radix_mla.request import FinishReason, Request
 
 logger = logging.getLogger("radix_mla.engine")
@@ -84,7 +85,8 @@ class EngineServer:
                 self._engine.audit_when_idle()
                 self._send_changed_stats()
                 self._heartbeat.idle()
-                self._commands.poll(_IDLE_POLL_MS)
+                if not self._commands.poll(_IDLE_POLL_MS):
+                    self._engine.prepare()
             self._heartbeat.busy()
             while self._commands.poll(0):
                 self._receive(self._commands.recv())
@@ -95,6 +97,7 @@ class EngineServer:
         self._send(Fatal(type(error).__name__, str(error)))
 
     def close(self) -> None:
+        self._engine.close()
         self._context.destroy(linger=_LINGER_MS)
 
     def _step(self) -> bool:
@@ -146,9 +149,12 @@ class EngineServer:
         try:
             self._engine.add_request(request)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            rejected = isinstance(error, RequestError)
+            text = str(error) if rejected else f"{type(error).__name__}: {error}"
             self._rejected += [
-                SequenceOutput(request.request_id, i, [], finish_reason="error", error=text)
+                SequenceOutput(
+                    request.request_id, i, [], finish_reason="error", error=text, rejected=rejected
+                )
                 for i in range(request.n)
             ]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from radix_mla.sampling.constraint import MaskBuilder
 from radix_mla.sampling.draw import draw
 from radix_mla.sampling.logprobs import token_logprobs
 from radix_mla.sampling.penalties import adjust, changes_logits
@@ -34,23 +35,34 @@ _NONFINITE = Sampled(error="the model's logits are not finite", nonfinite=True)
 class Sampler:
     """num_sampleable: ids [0, num_sampleable) can be drawn; the rest pads the model's vocabulary.
 
-    Logprobs are those of the raw logits over the sampleable ids (before temperature and penalties).
+    Logprobs are those of the raw logits over the sampleable ids (before temperature, penalties and
+    grammar).
     """
 
     def __init__(self, num_sampleable: int) -> None:
         self._num_sampleable = num_sampleable
+        self._masks = MaskBuilder()
 
     def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
         """One entry for each of `work`. logits: fp32 [sum of num_logits, vocab], any device."""
         if logits.is_cuda and all(_is_plain_greedy(w) for w in work):
             return self._argmax_on_device(logits, work)
         rows = logits.numpy(force=True)[:, : self._num_sampleable]  # [T, num_sampleable]
+        constrained = [w.sequence for w in work if w.samples and w.sequence.constraint is not None]
+        if constrained:
+            self._masks.wait(constrained)
         sampled = []
         for item in work:
             try:
                 sampled.append(self._sample_one(rows, item))
             except Exception as error:
                 sampled.append(Sampled(error=f"{type(error).__name__}: {error}"))
+        if constrained:
+            self._masks.start(
+                (item.sequence, result.token_id)
+                for item, result in zip(work, sampled, strict=True)
+                if result.token_id is not None
+            )
         return sampled
 
     def _argmax_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
@@ -92,7 +104,11 @@ class Sampler:
 
 def _is_plain(seq: Sequence) -> bool:
     """Greedy over the logits as they are."""
-    return seq.params.temperature < _GREEDY_BELOW and not changes_logits(seq)
+    return (
+        seq.params.temperature < _GREEDY_BELOW
+        and seq.constraint is None
+        and not changes_logits(seq)
+    )
 
 
 def _is_plain_greedy(item: Work) -> bool:
@@ -102,9 +118,13 @@ def _is_plain_greedy(item: Work) -> bool:
 
 def _choose(row: NDArray[np.float32], seq: Sequence) -> int:
     scores = row
-    if changes_logits(seq):
+    if changes_logits(seq) or seq.constraint is not None:
         scores = row.copy()
         adjust(scores, seq)
+    if seq.constraint is not None:
+        if not seq.constraint.is_ready(seq.num_generated):
+            raise ValueError(f"the grammar's mask is missing: {seq.constraint.problem}")
+        seq.constraint.apply(scores, ignore_eos=seq.params.ignore_eos)
     if seq.params.temperature < _GREEDY_BELOW:
         return int(scores.argmax())
     return draw(scores, seq.params, uniform(seq.params.seed, seq.index, seq.num_tokens))

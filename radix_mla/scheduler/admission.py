@@ -57,7 +57,7 @@ class Admission:
         """
         life = self._life
         self.num_siblings = 0
-        if not life.num_waiting:
+        if life.num_waiting == life.num_compiling:
             return
         leaders = [seq for seq in life.running if is_leader(seq)]
         self._reserved_pages = self._reserve.pages(life.running)
@@ -69,6 +69,8 @@ class Admission:
             # The first ones are looked at even so: a leader is to know who waits for it.
             if not is_open and (not leaders or num_looked >= _MAX_LOOKED):
                 break
+            if seq.awaits_grammar:
+                continue
             waits, in_flight = self._look_in_flight(seq, leaders, now)
             if waits:
                 self.num_siblings += 1
@@ -155,8 +157,8 @@ class Admission:
     def _acquire(self, seq: Sequence) -> Lease | None:
         """A lease with which `seq` fits, else None.
 
-        A partial page's source stays locked until the first commit, and the locked node may be
-        long. Where that is what does not fit, the hit ends at the page border before it.
+        A partial page's source stays locked until the first commit. Where that is what does not
+        fit, the hit ends at the page border before it.
         """
         limit = seq.lookup_limit
         while True:

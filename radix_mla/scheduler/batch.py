@@ -74,7 +74,6 @@ class Batch:
         self.tokens_left -= num_tokens
         if seq.needs_prompt_logprobs:
             self.logprob_rows_left -= num_tokens
-        seq.last_step = self.step_id
 
     def drop(self, seq: Sequence) -> None:
         """Takes a retracted or ended sequence out; its copies are not made."""

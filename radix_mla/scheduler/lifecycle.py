@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from radix_mla.cache.namespace import ephemeral_namespace, is_ephemeral
 from radix_mla.engine.outputs import Admitted, PrefillProgress, SequenceOutput, TokenLogprobs
-from radix_mla.errors import InvalidRequest
+from radix_mla.errors import InvalidRequest, RequestError
 from radix_mla.request import FinishReason, Request
 from radix_mla.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from radix_mla.cache.lease import Lease
     from radix_mla.cache.prefix_cache import PrefixCache
+    from radix_mla.sampling.constraint import Constraint
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Lifecycle:
         self.counters = Counters()
         self.num_waiting = 0
         self.waiting_tokens = 0
+        self.num_compiling = 0  # of num_waiting, those whose grammar is being compiled
         self._cache = cache
         self._store = store
         self._waiting: list[Sequence] = []
@@ -128,10 +130,19 @@ class Lifecycle:
     def _enter_queue(self, seq: Sequence) -> None:
         self.num_waiting += 1
         self.waiting_tokens += seq.num_tokens
+        self.num_compiling += seq.awaits_grammar
 
     def _leave_queue(self, seq: Sequence) -> None:
         self.num_waiting -= 1
         self.waiting_tokens -= seq.num_tokens
+        self.num_compiling -= seq.awaits_grammar
+
+    def constrain(self, seq: Sequence, constraint: Constraint) -> None:
+        """Its grammar is compiled: it may be admitted from now on."""
+        assert seq.is_waiting
+        assert seq.awaits_grammar
+        self.num_compiling -= 1
+        seq.constraint = constraint
 
     # -- go on
 
@@ -190,7 +201,14 @@ class Lifecycle:
         self.end(seq, reason)
 
     def fail(self, seq: Sequence, error: BaseException | str) -> None:
-        """Ends `seq` with an error; what it has not committed never enters the tree."""
+        """Ends `seq` with an error; what it has not committed never enters the tree.
+
+        A RequestError is the client's own fault, and told to the client.
+        """
+        if isinstance(error, RequestError):
+            output = SequenceOutput(seq.request_id, seq.index, [], rejected=True)
+            self.end(seq, FinishReason.ERROR, output=output, error=error.message)
+            return
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.end(seq, FinishReason.ERROR, error=text)
 

@@ -8,6 +8,7 @@ ones, under one token budget. No torch, no clock, no logging: time comes in as a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from radix_mla.scheduler.sequence import Sequence, WaitReason
 
 if TYPE_CHECKING:
     from radix_mla.cache.prefix_cache import PrefixCache
+    from radix_mla.sampling.constraint import Constraint
 
 
 class Scheduler:
@@ -76,6 +78,19 @@ class Scheduler:
             if index is None or seq.index == index:
                 self._life.abort(seq, reason)
 
+    def constrain(self, request_id: str, make: Callable[[], Constraint]) -> None:
+        """A request's grammar is compiled: each of its open choices gets a constraint.
+
+        Until then they wait. Unknown ids are ignored.
+        """
+        for seq in self._life.choices(request_id):
+            self._life.constrain(seq, make())
+
+    def reject(self, request_id: str, error: BaseException) -> None:
+        """Ends a request's open choices with an error; unknown ids are ignored."""
+        for seq in self._life.choices(request_id):
+            self._life.fail(seq, error)
+
     @property
     def has_work(self) -> bool:
         return not self._life.is_empty
@@ -100,10 +115,12 @@ class Scheduler:
 
     def num_waiting(self) -> dict[str, int]:
         """By reason; what the last scan did not reach waits for what stopped the scan."""
-        siblings = min(self._admission.num_siblings, self._life.num_waiting)
+        num_ready = self._life.num_waiting - self._life.num_compiling
+        siblings = min(self._admission.num_siblings, num_ready)
         counts = dict.fromkeys((reason.value for reason in WaitReason), 0)
+        counts[WaitReason.GRAMMAR.value] = self._life.num_compiling
         counts[WaitReason.SIBLING.value] = siblings
-        counts[self._admission.blocked_by.value] += self._life.num_waiting - siblings
+        counts[self._admission.blocked_by.value] += num_ready - siblings
         return counts
 
     def take_events(self) -> Events:
@@ -178,7 +195,7 @@ class Scheduler:
         """
         for work, is_finite, sample in zip(scheduled.work, rows_finite, sampled, strict=True):
             seq = work.sequence
-            if not seq.is_running or seq.last_step != scheduled.plan.step_id:
+            if not seq.is_running:
                 continue  # ended meanwhile
             if not is_finite or sample.nonfinite:
                 self.counters.nonfinite_requests += 1

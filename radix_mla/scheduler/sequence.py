@@ -19,6 +19,7 @@ from radix_mla.request import FinishReason, Request, SamplingParams
 if TYPE_CHECKING:
     from radix_mla.cache.lease import Lease
     from radix_mla.engine.outputs import TokenLogprobs
+    from radix_mla.sampling.constraint import Constraint
     from radix_mla.sampling.penalties import PenaltyCounts
 
 _SPARE_TOKENS = 256
@@ -52,6 +53,7 @@ class WaitReason(StrEnum):
     SLOTS = "slots"
     BUDGET = "budget"
     SIBLING = "sibling"
+    GRAMMAR = "grammar"
 
 
 class Sequence:
@@ -63,9 +65,9 @@ class Sequence:
 
     __slots__ = (
         "_buffer",
+        "constraint",
         "effective_priority",
         "index",
-        "last_step",
         "leader",
         "lease",
         "max_num_tokens",
@@ -114,7 +116,10 @@ class Sequence:
         self.num_tokens = len(prompt)
         self.max_num_tokens = len(prompt) + params.max_tokens
         stop_ids = frozenset(params.stop_token_ids)
-        self.stop_ids = stop_ids if params.ignore_eos else stop_ids | eos_ids
+        # With a grammar the end is its last token, whatever ignore_eos says: nothing can follow it.
+        ends_at_eos = not params.ignore_eos or params.grammar is not None
+        self.stop_ids = stop_ids | eos_ids if ends_at_eos else stop_ids
+        self.constraint: Constraint | None = None  # of params.grammar, once it is compiled
         # Rows: reused at this admission; present; the most that ever were.
         self.num_cached = 0
         self.num_computed = 0
@@ -124,7 +129,6 @@ class Sequence:
         self.num_retractions = 0
         self.was_admitted = False
         self.num_skips = 0
-        self.last_step = 0
         # Waiting for another sequence to compute a common prefix.
         self.leader: Sequence | None = None
         self.num_in_common = 0
@@ -158,6 +162,11 @@ class Sequence:
     @property
     def is_waiting(self) -> bool:
         return self.status is Status.WAITING
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Its grammar is still being compiled."""
+        return self.params.grammar is not None and self.constraint is None
 
     @property
     def has_ended(self) -> bool:

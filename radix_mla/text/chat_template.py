@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from radix_mla.errors import InvalidRequest
+from radix_mla.text.control_guard import ControlGuard
 from radix_mla.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -21,6 +22,7 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _STANDARD_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 )
+_THINKING_TAGS = ("<think>", "</think>")
 _PROBE_NAME = "probe_function"
 _PROBE_ARGUMENTS = '{"probe_key": 1}'
 
@@ -34,6 +36,7 @@ class ChatTemplate:
         if source is None:
             raise ValueError("the tokenizer has no chat template")
         self._tokenizer = tokenizer
+        self._guard = ControlGuard(tokenizer, source)
         self.source = source
 
     @cached_property
@@ -63,10 +66,36 @@ class ChatTemplate:
         Raises InvalidRequest (param "messages") for what cannot be rendered, the template's own
         complaints included.
         """
-        prepared = [self._prepare(message, index) for index, message in enumerate(messages)]
+        return self.render_prepared(
+            self.prepare(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+
+    def prepare(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as templates know them: content is text, calls are complete, the rest is gone.
+
+        Raises InvalidRequest that names the message.
+        """
+        return [
+            self._guarded(self._prepare(message, index)) for index, message in enumerate(messages)
+        ]
+
+    def render_prepared(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`render` for messages that `prepare` made."""
         return self._render(
-            prepared,
-            tools=list(tools) if tools else None,
+            [dict(message) for message in messages],
+            tools=self._guard.guard(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **{key: value for key, value in (variables or {}).items() if key in self.variables},
@@ -74,11 +103,39 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered prompt, with exactly one BOS where the tokenizer uses one."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode_part(text)
         bos = self._tokenizer.bos_token_id
         if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a piece of a rendered prompt; control tokens in messages are plain text."""
+        ids: list[int] = []
+        for piece in self._guard.split(text):
+            ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes behind a user's turn to start an answer."""
+        turn = [{"role": "user", "content": "a"}]
+        try:
+            before = self.render_prepared(turn, add_generation_prompt=False)
+            return self.render_prepared(turn).removeprefix(before)
+        except InvalidRequest:
+            return ""
+
+    @cached_property
+    def keeps_system_in_place(self) -> bool:
+        """False for templates that move later system messages to the head, drop or refuse them."""
+        roles = ("system", "user", "assistant", "system", "user")
+        turns = [{"role": role, "content": f"probe{i}"} for i, role in enumerate(roles)]
+        try:
+            text = self.render_prepared(turns)
+        except InvalidRequest:
+            return False
+        return 0 <= text.find("probe2") < text.find("probe3")
 
     @cached_property
     def needs_dict_arguments(self) -> bool:
@@ -88,6 +145,14 @@ class ChatTemplate:
         except InvalidRequest:
             return True
         return '\\"probe_key\\"' in text or "probe_key" not in text
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """False for templates that fail on arguments that are no object."""
+        try:
+            return "probe text" in self._probe("probe text", content=self.empty_content)
+        except InvalidRequest:
+            return False
 
     @cached_property
     def empty_content(self) -> str | None:
@@ -138,6 +203,14 @@ class ChatTemplate:
                 param="messages",
                 code="invalid_messages",
             ) from error
+
+    def _guarded(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Templates cut an answer at its thinking tags, so those stay in assistant messages."""
+        keep = _THINKING_TAGS if message["role"] == "assistant" else ()
+        return {
+            key: self._guard.guard(value, keep=keep if key == "content" else ())
+            for key, value in message.items()
+        }
 
     def _prepare(self, message: Message, index: int) -> dict[str, Any]:
         role = message.get("role")
@@ -197,8 +270,11 @@ class ChatTemplate:
             try:
                 parsed = json.loads(arguments)
             except (ValueError, RecursionError):
-                return arguments  # the model wrote invalid JSON; it is shown as it was
-            return parsed if isinstance(parsed, dict) else arguments
+                parsed = None
+            if isinstance(parsed, dict):
+                return parsed
+            # The model wrote something else; it is shown as it was.
+            return arguments if self.takes_text_arguments else {"arguments": arguments}
         return arguments
 
 

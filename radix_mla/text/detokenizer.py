@@ -27,11 +27,17 @@ class Detokenizer(Protocol):
         """What is left at the end; an incomplete character becomes U+FFFD."""
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """The byte-level one where the vocabulary allows it (O(1) a token), else the general one."""
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool = True, keep: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """The byte-level one where the vocabulary allows it (O(1) a token), else the general one.
+
+    `keep`: special tokens that are not skipped.
+    """
+    skipped = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
     if tokenizer.is_byte_level:
-        return ByteLevelDetokenizer(tokenizer, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens)
+        return ByteLevelDetokenizer(tokenizer, skipped)
+    return WindowDetokenizer(tokenizer, skipped)
 
 
 class ByteLevelDetokenizer:
@@ -39,9 +45,9 @@ class ByteLevelDetokenizer:
 
     __slots__ = ("_decoder", "_skip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -56,17 +62,16 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For every other decoder: decodes a short window twice, emits the difference."""
 
-    __slots__ = ("_context", "_pending", "_skip", "_skip_ids", "_tokenizer")
+    __slots__ = ("_context", "_pending", "_skip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._skip_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = skipped
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skip_ids:
+        if token_id in self._skip:
             return ""
         self._pending.append(token_id)
         if self._tokenizer.is_byte_fallback(token_id):
@@ -77,8 +82,8 @@ class WindowDetokenizer:
         return self._emit(final=True) if self._pending else ""
 
     def _emit(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._context, self._skip)
-        text = self._tokenizer.decode(self._context + self._pending, self._skip)
+        before = self._tokenizer.decode(self._context, False)
+        text = self._tokenizer.decode(self._context + self._pending, False)
         if not final and text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
             return ""
         self._context, self._pending = self._pending, []

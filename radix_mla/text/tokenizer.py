@@ -60,6 +60,22 @@ class Tokenizer:
         ids = self.encode("a")
         return self.bos_token_id is not None and ids[:1] == [self.bos_token_id]
 
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens that text is split at before anything else: they never merge with neighbours."""
+        if self._rust is None:
+            return frozenset(self.hf.all_special_ids)
+        return frozenset(self._rust.get_added_tokens_decoder())
+
+    @cached_property
+    def added_tokens(self) -> dict[str, bool]:
+        """Spelling of each added token, and whether the vocabulary calls it special."""
+        if self._rust is not None:
+            added = self._rust.get_added_tokens_decoder()
+        else:
+            added = self.hf.added_tokens_decoder
+        return {token.content: bool(token.special) for token in added.values()}
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source; of several named templates the one called "default"."""
@@ -104,6 +120,14 @@ class Tokenizer:
             token: str | None = self._rust.id_to_token(token_id)
             return token
         return self.hf.convert_ids_to_tokens(token_id) if token_id < self.size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of exactly this spelling; None when it is no token."""
+        if self._rust is not None:
+            found: int | None = self._rust.token_to_id(token)
+        else:
+            found = self.hf.get_vocab().get(token)
+        return found
 
     @cached_property
     def is_byte_level(self) -> bool:

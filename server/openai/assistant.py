@@ -18,19 +18,22 @@ from typing import NamedTuple, Protocol
 from server.openai.reasoning import ReasoningFormat
 
 
-class ReasoningDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
     """Thinking text."""
 
     text: str
 
 
-class TextDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TextDelta:
     """Answer text."""
 
     text: str
 
 
-class ToolCallStart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
     """Call `index` (0, 1, ... in one choice) begins; its arguments follow piece by piece."""
 
     index: int
@@ -38,7 +41,8 @@ class ToolCallStart(NamedTuple):
     name: str
 
 
-class ToolCallArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
     """More of the JSON text of call `index`'s arguments, as it was generated."""
 
     index: int
@@ -59,15 +63,25 @@ class Read(NamedTuple):
 class CallReader(Protocol):
     """Reads tool calls of one format from the text that begins at one of `triggers`."""
 
-    triggers: tuple[str, ...]
     num_calls: int
-    ends_reasoning: bool  # a trigger inside reasoning ends it (the model forgot the end tag)
-    trims_text: bool  # white space between text and calls belongs to the format
+    num_closed: int  # calls whose end was read
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The strings that a call may begin with."""
+
+    @property
+    def ends_reasoning(self) -> bool:
+        """True when a trigger inside reasoning ends it (the model forgot the end tag)."""
+
+    @property
+    def trims_text(self) -> bool:
+        """True when white space between text and calls belongs to the format."""
 
     def read(self, buffer: str, *, final: bool) -> Read:
-        """Consumes what is certain. `final`: nothing follows, so `used` must reach the end.
+        """One step; nothing used and no event: it needs more text. `final`: nothing follows.
 
-        After `done` the rest is text, until the next trigger.
+        After `done` the rest is text, until the next trigger. At most one call ends in a step.
         """
 
 
@@ -81,6 +95,7 @@ class AssistantParser:
         "_reasoning",
         "_state",
         "_trim",
+        "_trimmed",
         "num_reasoning_tokens",
     )
 
@@ -92,12 +107,13 @@ class AssistantParser:
         reasoning_open: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """`reasoning_open`: the prompt ends inside reasoning. `max_calls`: the choice ends there."""
+        """`reasoning_open`: the prompt ends in reasoning. `max_calls`: the choice ends there."""
         self._reasoning = reasoning
         self._calls = calls
         self._limit = max_calls
         self._buffer = ""
         self._trim = False  # newlines at the front of the buffer belong to the tag before them
+        self._trimmed = ""  # white space in front of what may be a call
         self.num_reasoning_tokens = 0
         self._state: Callable[[bool], list[AssistantEvent] | None] = self._text
         if reasoning is not None:
@@ -114,8 +130,7 @@ class AssistantParser:
         return (
             self._limit is not None
             and self._calls is not None
-            and self._calls.num_calls >= self._limit
-            and self._state != self._in_calls
+            and self._calls.num_closed >= self._limit
         )
 
     def count(self, num_tokens: int) -> None:
@@ -143,11 +158,11 @@ class AssistantParser:
         while True:
             made = self._state(final)
             if made is None:
-                return merged(events)
+                return merge_events(events)
             events += made
             if self.full:
                 self._buffer = ""
-                return merged(events)
+                return merge_events(events)
 
     # A state consumes from the buffer and returns its events; None: it needs more text.
 
@@ -193,22 +208,30 @@ class AssistantParser:
         trims = self._calls.trims_text
         at, marker = first_of(self._buffer, self._calls.triggers)
         if marker is None:
+            if self.has_calls and not self._buffer.strip():
+                return None  # nothing behind the calls yet
             keep = 0 if final else held(self._buffer, self._calls.triggers, spaces=trims)
             text = self._take(len(self._buffer) - keep)
             return [TextDelta(text)] if text else None
         text = self._take(at)
-        text = text.rstrip() if trims else text
+        shown = text.rstrip() if trims else text
+        self._trimmed = text[len(shown) :]
         self._state = self._in_calls
-        return [TextDelta(text)] if text else []
+        return [TextDelta(shown)] if shown else []
 
     def _in_calls(self, final: bool) -> list[AssistantEvent] | None:
         assert self._calls is not None
         read = self._calls.read(self._buffer, final=final)
         self._take(read.used)
+        events = list(read.events)
+        if events and self._trimmed:
+            if isinstance(events[0], TextDelta):
+                events.insert(0, TextDelta(self._trimmed))  # it was no call
+            self._trimmed = ""
         if read.done:
             self._state = self._text
-            return list(read.events)
-        return list(read.events) if read.used or read.events else None
+            return events
+        return events if read.used or events else None
 
     def _take(self, count: int) -> str:
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
@@ -225,10 +248,12 @@ class AssistantPlan:
     """How the choices of one request are parsed; `parser` makes one for each choice.
 
     keep_ids: marker tokens that stay in the text although the vocabulary calls them special.
+    reasoning_possible: the answer may begin with thinking.
     """
 
     reasoning: ReasoningFormat | None = None
     reasoning_open: bool = False
+    reasoning_possible: bool = False
     reader: Callable[[], CallReader] | None = None
     max_calls: int | None = None
     keep_ids: frozenset[int] = frozenset()
@@ -252,9 +277,7 @@ def first_of(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     return best, found
 
 
-def held(
-    text: str, markers: Sequence[str], *, newlines: bool = False, spaces: bool = False
-) -> int:
+def held(text: str, markers: Sequence[str], *, newlines: bool = False, spaces: bool = False) -> int:
     """Length of the end of `text` that may be the beginning of a marker.
 
     `newlines` / `spaces`: newlines / any white space before that are held as well.
@@ -270,7 +293,7 @@ def held(
     return len(text) - len(stripped)
 
 
-def merged(events: Sequence[AssistantEvent]) -> list[AssistantEvent]:
+def merge_events(events: Sequence[AssistantEvent]) -> list[AssistantEvent]:
     """Neighbours of one kind put together."""
     result: list[AssistantEvent] = []
     for event in events:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from radix_mla.errors import InvalidRequest
-from radix_mla.text.chat_template import ChatTemplate
 from server.choice import Choice, Delta
 from server.generation import Generation
-from server.lengths import check_zero, requested_max_tokens
+from server.openai.chat_plan import plan_chat
 from server.openai.common import (
     Head,
     answer,
-    cut_lengths,
     make_head,
-    make_job,
     parse,
     service_of,
     wants_usage,
 )
 from server.openai.docs import body_of
 from server.openai.logprobs import TokenNames, chat_logprobs
-from server.openai.sampling import check_min_tokens, sampling_params
+from server.openai.message import MessageShape, ReasoningField
 from server.openai.schemas import ChatRequest
 from server.openai.stream import DONE, sse
 
@@ -39,82 +34,19 @@ async def chat_completions(http: Request) -> Response:
     service = service_of(http)
     parsed = await parse(http, ChatRequest)
     fields = parsed.fields
-    _check_unsupported(fields)
-    template = service.need_template()
-    requested = requested_max_tokens(
-        fields.max_completion_tokens, fields.max_tokens, fields.n_predict
-    )
-    check_zero(requested, echo=False)
-    check_min_tokens(fields, requested)
-    variables = _template_variables(fields, template, parsed.ignored)
-    prompt = await service.in_pool(lambda: _encode(template, fields, variables))
-    lengths = cut_lengths(service, [prompt], requested, default=None, param="messages")
-    params = sampling_params(
-        fields,
-        service.defaults,
-        service.token_ids,
-        max_tokens=lengths[0],
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-    )
-    job = make_job(fields, [prompt], lengths, params)
+    plan = await plan_chat(service, parsed)
     kind = "chat.completion.chunk" if fields.stream else "chat.completion"
     head = make_head(parsed, kind, "chatcmpl", int(time.time()))
     names = TokenNames(service.tokenizer, as_ids=fields.return_tokens_as_token_ids)
-    renderer = ChatRenderer(head, fields, prompt, names, usage=wants_usage(service, fields))
-    return answer(service, parsed, job, renderer, head.id)
-
-
-def _check_unsupported(fields: ChatRequest) -> None:
-    def refuse(param: str, why: str) -> InvalidRequest:
-        return InvalidRequest(why, param=param, code="unsupported_parameter")
-
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise refuse("top_logprobs", "top_logprobs needs logprobs: true.")
-    if fields.modalities and set(fields.modalities) != {"text"}:
-        raise refuse("modalities", "This model has text only.")
-    if fields.tools and fields.tool_choice != "none":
-        raise refuse(
-            "tools", "This version does not make tool calls; send tool_choice: none, or no tools."
-        )
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise refuse("tool_choice", "This version does not make tool calls.")
-
-
-def _template_variables(
-    fields: ChatRequest, template: ChatTemplate, ignored: list[str]
-) -> dict[str, Any]:
-    """Thinking switches and chat_template_kwargs that the template reads; the rest is ignored."""
-    effort = fields.reasoning_effort or (fields.reasoning or {}).get("effort")
-    given: Mapping[str, Any] = {
-        "reasoning_effort": effort,
-        "thinking": fields.thinking,
-        "enable_thinking": fields.enable_thinking,
-    }
-    variables = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name in template.variables:
-            variables[name] = value
-        else:
-            ignored.append(name)
-    for name, value in fields.chat_template_kwargs.items():
-        if name in template.variables:
-            variables[name] = value
-        else:
-            ignored.append(f"chat_template_kwargs.{name}")
-    return variables
-
-
-def _encode(template: ChatTemplate, fields: ChatRequest, variables: Mapping[str, Any]) -> list[int]:
-    text = template.render(
-        fields.messages,
-        tools=fields.tools,
-        add_generation_prompt=fields.add_generation_prompt and not fields.continue_final_message,
-        continue_final_message=fields.continue_final_message,
-        variables=variables,
+    renderer = ChatRenderer(
+        head,
+        fields,
+        plan.prompt,
+        names,
+        usage=wants_usage(service, fields),
+        reasoning_field=service.settings.reasoning_field,
     )
-    return template.encode(text)
+    return answer(service, parsed, plan.job, renderer, head.id)
 
 
 class ChatRenderer:
@@ -128,9 +60,11 @@ class ChatRenderer:
         names: TokenNames,
         *,
         usage: bool,
+        reasoning_field: ReasoningField = "reasoning_content",
     ) -> None:
         self._head = head.as_dict()
         self._fields = fields
+        self._message = MessageShape(reasoning_field)
         self._prompt = prompt
         self._names = names
         self._usage = usage
@@ -161,14 +95,9 @@ class ChatRenderer:
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         parts = self._kept.get(choice.index, [])
-        message = {
-            "role": "assistant",
-            "content": "".join(part.text for part in parts),
-            "refusal": None,
-        }
         whole: dict[str, Any] = {
             "index": choice.index,
-            "message": message,
+            "message": self._message.whole(event for part in parts for event in part.parts),
             "logprobs": self._logprobs(parts),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -187,11 +116,15 @@ class ChatRenderer:
             if self._fields.return_token_ids and not chunks:
                 chunk["prompt_token_ids"] = self._prompt
             chunks.append(chunk)
-        if delta.text or self._fields.logprobs or self._fields.return_token_ids:
-            chunk = self._chunk(delta.choice, {"content": delta.text}, generation)
-            chunk["choices"][0]["logprobs"] = self._logprobs([delta])
-            if self._fields.return_token_ids:
-                chunk["choices"][0]["token_ids"] = delta.token_ids
+        contents = [self._message.delta(event) for event in delta.parts]
+        if not contents and (self._fields.logprobs or self._fields.return_token_ids):
+            contents = [{"content": ""}]  # tokens whose text is held back
+        for place, content in enumerate(contents):
+            chunk = self._chunk(delta.choice, content, generation)
+            if place == 0:
+                chunk["choices"][0]["logprobs"] = self._logprobs([delta])
+                if self._fields.return_token_ids:
+                    chunk["choices"][0]["token_ids"] = delta.token_ids
             chunks.append(chunk)
         if delta.finish_reason is not None:
             chunk = self._chunk(delta.choice, {}, generation)

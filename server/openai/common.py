@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -14,9 +15,10 @@ from radix_mla.request import SamplingParams
 from server.body import read_object
 from server.choice import OutputOptions
 from server.lengths import effective_max_tokens
+from server.openai.assistant import AssistantPlan
 from server.openai.fields import header_value, sort_fields
-from server.openai.schemas import GenerationFields, validate
-from server.openai.stream import GenerationResponse, Renderer
+from server.openai.schemas import ChatRequest, GenerationFields, validate
+from server.openai.stream import OPENAI, Dialect, GenerationResponse, Renderer
 from server.service import Caller, Job, Service
 from server.version import FINGERPRINT
 
@@ -66,9 +68,15 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
     """Body to fields. Raises InvalidRequest, ModelNotFound, HttpError, Overloaded."""
     service = service_of(http)
     body = await read_object(http, max_bytes=service.settings.max_body_bytes)
-    sorted_fields = sort_fields(body, schema.model_fields, strict=service.settings.strict_fields)
+    sorted_fields = sort_fields(
+        body,
+        schema.model_fields,
+        strict=service.settings.strict_fields,
+        also_ignored=schema.also_ignored,
+        also_refused=schema.also_refused,
+    )
     fields = validate(schema, sorted_fields.values)
-    caller = service.caller(http, fields.prompt_cache_key)
+    caller = service.caller(http, fields.session)
     service.ignored_fields.note(caller.address, sorted_fields.ignored)
     model = service.check_model(fields.model)
     service.check_accepting()
@@ -120,8 +128,13 @@ def make_job(
     prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     params: SamplingParams,
+    *,
+    assistant: AssistantPlan | None = None,
 ) -> Job:
-    """`cache_prompt: false` (llama.cpp) skips the lookup: it runs in a namespace of its own."""
+    """`cache_prompt: false` (llama.cpp) skips the lookup: it runs in a namespace of its own.
+
+    `assistant`: how answers are split into thinking, content and tool calls.
+    """
     return Job(
         prompts=prompts,
         max_tokens=max_tokens,
@@ -132,6 +145,7 @@ def make_job(
             skip_special_tokens=fields.skip_special_tokens,
             min_tokens=fields.min_tokens,
             discard=max(max_tokens) == 0,
+            assistant=assistant,
         ),
         n=fields.n,
         cache_salt=fields.cache_salt,
@@ -153,7 +167,13 @@ def make_head(parsed: Parsed[Fields], kind: str, prefix: str, created: int) -> H
 
 
 def answer(
-    service: Service, parsed: Parsed[Fields], job: Job, renderer: Renderer, request_id: str
+    service: Service,
+    parsed: Parsed[Fields],
+    job: Job,
+    renderer: Renderer,
+    request_id: str,
+    *,
+    dialect: Dialect = OPENAI,
 ) -> GenerationResponse:
     """The response; nothing is submitted before the server runs it."""
     headers = {"x-request-id": request_id, "x-radix-max-tokens": str(min(job.max_tokens))}
@@ -165,7 +185,22 @@ def answer(
         stream=parsed.fields.stream,
         keepalive_s=service.settings.sse_keepalive,
         headers=headers,
+        dialect=dialect,
+        progress=_progress_chunk(parsed, request_id) if parsed.fields.return_progress else None,
     )
+
+
+def _progress_chunk(parsed: Parsed[Fields], request_id: str) -> dict[str, Any]:
+    """The chunk of a stream that `prompt_progress` is put into."""
+    chat = isinstance(parsed.fields, ChatRequest)
+    content: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    return {
+        "id": request_id,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": parsed.model,
+        "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": None}],
+    }
 
 
 def wants_usage(service: Service, fields: GenerationFields) -> bool:

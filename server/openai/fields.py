@@ -14,6 +14,7 @@ import contextlib
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -46,7 +47,6 @@ INERT = frozenset(
         "prompt_cache_options",
         "prompt_cache_breakpoint",
         "nvext",
-        "return_progress",
     )
 )
 _NOT_YET = "this version does not implement it"
@@ -84,12 +84,20 @@ class Sorted:
     ignored: tuple[str, ...]
 
 
-def sort_fields(body: Mapping[str, Any], honoured: Collection[str], *, strict: bool) -> Sorted:
+def sort_fields(
+    body: Mapping[str, Any],
+    honoured: Collection[str],
+    *,
+    strict: bool,
+    also_ignored: Collection[str] = (),
+    also_refused: Mapping[str, str] = MappingProxyType({}),
+) -> Sorted:
     """Splits a body's fields by the lists above; null is absent.
 
     Raises InvalidRequest for refused fields, near misses, unknown `cache_*`, and under `strict`
     for every unknown field.
     """
+    refused = {**REFUSED, **also_refused}
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in _with_metadata(body).items():
@@ -99,14 +107,14 @@ def sort_fields(body: Mapping[str, Any], honoured: Collection[str], *, strict: b
             values[name] = value
         elif name in INERT:
             ignored.append(name)
-        elif name in REFUSED:
+        elif name in refused:
             if value not in (False, "", [], {}):
                 raise InvalidRequest(
-                    f"{name} is not supported: {REFUSED[name]}.",
+                    f"{name} is not supported: {refused[name]}.",
                     param=name,
                     code="unsupported_parameter",
                 )
-        elif name not in IGNORED:
+        elif name not in IGNORED and name not in also_ignored:
             _check_unknown(name, honoured, strict=strict)
             ignored.append(name)
     return Sorted(values, tuple(ignored))

@@ -11,6 +11,8 @@ from server.body import read_object
 from server.openai.common import service_of
 from server.openai.docs import body_of
 from server.openai.schemas import DetokenizeRequest, TokenizeRequest, validate
+from server.openai.tool_calls import read_tools
+from server.rendering import Conversation
 from server.service import Service
 
 router = APIRouter()
@@ -66,16 +68,15 @@ async def _values(http: Request, service: Service) -> dict[str, Any]:
 
 def _tokenize(service: Service, fields: TokenizeRequest) -> list[int]:
     if fields.messages is not None:
-        template = service.need_template()
-        text = template.render(
-            fields.messages,
-            tools=fields.tools,
-            add_generation_prompt=fields.add_generation_prompt
-            and not fields.continue_final_message,
-            continue_final_message=fields.continue_final_message,
-            variables=fields.chat_template_kwargs,
+        return service.need_renderer().encode(
+            Conversation(
+                messages=fields.messages,
+                tools=read_tools(fields.tools, None, parallel=True, ignored=[]).shown,
+                add_generation_prompt=fields.add_generation_prompt,
+                continue_final_message=fields.continue_final_message,
+                variables=fields.chat_template_kwargs,
+            )
         )
-        return template.encode(text)
     if fields.prompt is None:
         raise InvalidRequest("Send prompt or messages.", param="prompt", code="invalid_prompt")
     tokenizer = service.need_tokenizer()

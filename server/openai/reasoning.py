@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from radix_mla.text.chat_template import ChatTemplate
 from radix_mla.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(NamedTuple):
     """The two tags around thinking text."""
 
     start: str
@@ -31,3 +30,8 @@ def find_reasoning(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningFor
 def is_open(reasoning: ReasoningFormat | None, prompt_end: str) -> bool:
     """True when a prompt that ends with this text leaves the model inside its thinking."""
     return reasoning is not None and prompt_end.rstrip().endswith(reasoning.start)
+
+
+def is_closed(reasoning: ReasoningFormat | None, prompt_end: str) -> bool:
+    """True when the prompt ends behind thinking: the template was told to skip it."""
+    return reasoning is not None and prompt_end.rstrip().endswith(reasoning.end)

@@ -5,7 +5,8 @@ Numbers are strict (no "5" for 5, no true for 1), whole floats count as integers
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -30,7 +31,8 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _without_nulls(value: object) -> object:
+def without_nulls(value: object) -> object:
+    """Null is absent, one level down too."""
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if item is not None}
     return value
@@ -55,6 +57,8 @@ class GenerationFields(BaseModel):
     """Fields of every generation endpoint."""
 
     model_config = ConfigDict(extra="ignore")
+    also_ignored: ClassVar[frozenset[str]] = frozenset()
+    also_refused: ClassVar[Mapping[str, str]] = {}
 
     model: Annotated[str, Field(strict=True, max_length=512)] | None = None
     n: Annotated[Int, Field(ge=1, le=MAX_N)] = 1
@@ -78,8 +82,9 @@ class GenerationFields(BaseModel):
     include_stop_str_in_output: Bool = False
     return_token_ids: Bool = False
     return_tokens_as_token_ids: Bool = False
+    return_progress: Bool = False
     stream: Bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(_without_nulls)] = StreamOptions()
+    stream_options: Annotated[StreamOptions, BeforeValidator(without_nulls)] = StreamOptions()
     priority: Annotated[Int, Field(ge=-_INT32, lt=_INT32)] = 0
     request_id: Annotated[Str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     service_tier: Str | None = None
@@ -88,6 +93,11 @@ class GenerationFields(BaseModel):
     cache_store: Bool = True
     cache_prompt: Bool = True
     response_format: dict[str, Any] | None = None
+
+    @property
+    def session(self) -> str | None:
+        """What says which requests belong together; never what may be shared."""
+        return self.prompt_cache_key
 
 
 class CompletionRequest(GenerationFields):
@@ -108,6 +118,7 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: Str | dict[str, Any] | None = None
+    parallel_tool_calls: Bool = True
     add_generation_prompt: Bool = True
     continue_final_message: Bool = False
     chat_template_kwargs: dict[str, Any] = {}

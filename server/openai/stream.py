@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.choice import Delta
-from server.errors import describe, logger
+from server.errors import Problem, describe, logger
 from server.generation import Generation
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -28,6 +29,18 @@ _encode = msgspec.json.Encoder().encode
 def sse(payload: Mapping[str, Any]) -> bytes:
     """One event."""
     return b"data: " + _encode(payload) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What an API sends in silence, and when a stream fails."""
+
+    keepalive: bytes
+    failure: Callable[[Problem], bytes]
+    opening: Callable[[Generation], bytes] = lambda generation: b""  # at admission
+
+
+OPENAI = Dialect(KEEP_ALIVE, lambda problem: b"data: " + problem.body + b"\n\n")
 
 
 class Renderer(Protocol):
@@ -57,8 +70,13 @@ class GenerationResponse(Response):
         stream: bool,
         keepalive_s: float,
         headers: Mapping[str, str],
+        dialect: Dialect = OPENAI,
+        progress: Mapping[str, Any] | None = None,
     ) -> None:
+        """`progress`: the chunk that progress of the prompt is sent in; None: it is not sent."""
         super().__init__(headers=headers)
+        self._dialect = dialect
+        self._progress = progress
         self._start = start
         self._renderer = renderer
         self._stream = stream
@@ -98,11 +116,23 @@ class GenerationResponse(Response):
     def keepalive_s(self) -> float:
         return self._keepalive_s
 
+    @property
+    def dialect(self) -> Dialect:
+        return self._dialect
+
+    def progress_event(self, generation: Generation) -> bytes:
+        """How far the prompt is, where the client asked for that; else b""."""
+        progress = generation.take_progress() if self._progress is not None else None
+        if self._progress is None or progress is None:
+            return b""
+        return sse({**self._progress, "prompt_progress": progress})
+
 
 class _EventWriter:
     """The streamed form."""
 
     def __init__(self, response: GenerationResponse, generation: Generation, send: Send) -> None:
+        self._response = response
         self._headers = _extra(response)
         self._renderer = response.renderer
         self._keepalive_s = response.keepalive_s
@@ -123,14 +153,18 @@ class _EventWriter:
             problem = describe(error)
             if problem.code == "internal_error":
                 logger.exception("a stream failed")
-            await self._write(b"data: " + problem.body + b"\n\n", last=True)
+            await self._write(self._response.dialect.failure(problem), last=True)
 
     async def _step(self) -> None:
         deltas = await self._generation.receive(self._silence_left())
-        body = self._renderer.events(deltas, self._generation) if deltas else b""
+        body = self._response.progress_event(self._generation)
+        if not self._started and self._generation.admitted:
+            body = self._response.dialect.opening(self._generation) + body
+        if deltas:
+            body += self._renderer.events(deltas, self._generation)
         silent = not body and self._silence_left() == 0.0
         if silent:
-            body = KEEP_ALIVE
+            body = self._response.dialect.keepalive
         if body:
             await self._write(body)
         elif not self._started and self._generation.admitted:

@@ -65,7 +65,7 @@ def check_knobs(
         "attention_form": form,
         "max_num_seqs": 32,
     }
-    cached = engine(**knobs, kv_cache_tokens=2048)
+    cached = engine(**knobs, kv_cache_tokens=1024)
     have = run(cached, asked, after_step=cached.cache.audit)
     assert_equal_runs(want, have)
     assert sum(result.cached for result in have.values()) > 0
@@ -84,8 +84,8 @@ def check_knobs(
 def test_tokens_do_not_depend_on_the_cache(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int, chunk: int, form: str
 ) -> None:
-    want = reference(40, 8, 12)
-    check_knobs(want, requests(40, 8, 12), page_size, chunk, form)
+    want = reference(20, 5, 8)
+    check_knobs(want, requests(20, 5, 8), page_size, chunk, form)
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ def test_whole_matrix(
 def test_eviction_and_retraction_happen_and_change_nothing(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int
 ) -> None:
-    """A pool for three or four of the forty at a time, and outputs that outgrow the reserve."""
-    want = reference(40, 8, 60)
-    small = engine(page_size=page_size, kv_cache_tokens=640, max_num_batched_tokens=128)
-    have = run(small, requests(40, 8, 60), after_step=small.cache.audit)
+    """A pool for three or four at a time, and outputs that outgrow the reserve."""
+    want = reference(24, 6, 40)
+    small = engine(page_size=page_size, kv_cache_tokens=576, max_num_batched_tokens=128)
+    have = run(small, requests(24, 6, 40), after_step=small.cache.audit)
     assert_equal_runs(want, have)
     assert small.stats().retractions > 0
     assert sum(small.cache.evicted_tokens.values()) > 0

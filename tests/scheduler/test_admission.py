@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.scheduler_sim import Simulation, make_request
 
 from radix_mla.errors import ContextOverflow, InvalidRequest
+from radix_mla.scheduler.policy import load_policy
+from radix_mla.scheduler.scheduler import Scheduler
 
 
 def missed(sim: Simulation, request_id: str, index: int = 0) -> dict[str, int]:
@@ -101,17 +105,19 @@ def test_s07_tiny_prompts_with_a_huge_max_tokens_run_together() -> None:
 
 
 def test_where_a_partial_pages_source_does_not_fit_the_hit_ends_at_the_page_before() -> None:
-    # The source stays locked until the first commit, and its node is nearly the whole pool.
-    sim = Simulation(num_pages=8, page_size=4)
-    sim.submit("a", [1, 2, *range(10, 34)], 2)
+    # All 8 pages are needed, so there is none for the source, which is locked until the commit.
+    sim = Simulation(num_pages=8, page_size=4, max_model_len=100)
+    sim.submit("a", [1, 2, 3, 4, 5, 6, 7], 1)
     sim.run()
-    sim.submit("b", [1, 2, *range(40, 60)], 2)
+    limits = replace(sim.limits, num_pages=9)  # to let a prompt of the whole pool in
+    sim.scheduler = Scheduler(sim.cache, limits, load_policy("fcfs"))
+    sim.submit("b", [1, 2, 3, 4, 5, 6, *range(40, 66)], 1)
     sim.run()
-    assert sim.outcomes["b", 0].admitted.num_cached_tokens == 0
-    assert len(sim.outcomes["b", 0].tokens) == 2
+    assert sim.outcomes["b", 0].admitted.num_cached_tokens == 4
+    assert len(sim.outcomes["b", 0].tokens) == 1
 
 
-@pytest.mark.parametrize(("reserve_steps", "starts"), [(0, True), (16, False)])
+@pytest.mark.parametrize(("reserve_steps", "starts"), [(0, True), (4, False)])
 def test_admission_leaves_room_for_the_running_ones_to_grow(
     reserve_steps: int, starts: bool
 ) -> None:
@@ -119,7 +125,7 @@ def test_admission_leaves_room_for_the_running_ones_to_grow(
     sim.submit("a", [1] * 20, 30)
     sim.submit("b", [2] * 9, 30)
     sim.step()
-    sim.submit("c", [3] * 30, 2)  # 8 of the 12 pages that are left
+    sim.submit("c", [3] * 33, 2)  # 9 of the 11 pages that are left
     sim.step()
     assert (sim.outcomes["c", 0].admitted is not None) == starts
     sim.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.scheduler_sim import Simulation
+from support.scheduler_sim import Simulation, make_request
 
 from radix_mla.cache.prefix_cache import PrefixCache
 from radix_mla.errors import NoSpace
@@ -72,6 +72,24 @@ def test_x10_a_commit_that_fails_late_keeps_what_was_committed_before(armed_at: 
     sim.submit("again", [7] * 11, 6)
     sim.run()
     assert sim.outcomes["again", 0].admitted.num_cached_tokens == 10
+
+
+def test_x10_a_commit_that_fails_at_a_stop_token_ends_with_the_error_not_the_stop() -> None:
+    cache = FaultyCache("commit", 7, RuntimeError("injected"))
+    cache.armed = False
+    sim = Simulation(cache=cache)
+    _, second = sim.oracle.generate([7] * 11, 2, frozenset())
+    sim.scheduler.add(make_request("r7", [7] * 11, 6, stop_token_ids=(second,)))
+    outputs = []
+    while sim.scheduler.has_work:
+        scheduled = sim.scheduler.schedule(1.0)
+        tokens = sim.model.run(scheduled.plan)
+        sim.scheduler.postprocess(scheduled, [True], [Sampled(tokens[0])])
+        outputs += sim.scheduler.take_events().sequences
+        cache.armed = True
+    assert [output.token_ids[-1] for output in outputs][-1] == second
+    assert outputs[-1].finish_reason == "error"
+    assert outputs[-1].stop_token_id is None
 
 
 def test_s09_one_that_gets_no_page_gives_way_and_the_others_go_on() -> None:

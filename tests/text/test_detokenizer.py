@@ -83,7 +83,7 @@ def test_t01_any_ids(
 def test_the_window_agrees_with_the_fast_path(byte_level: Tokenizer, data: st.DataObject) -> None:
     text = data.draw(st.text(max_size=12))
     ids = byte_level.encode(text, add_special_tokens=False)
-    window = WindowDetokenizer(byte_level, skip_special_tokens=True)
+    window = WindowDetokenizer(byte_level, byte_level.special_ids)
     assert "".join([window.push(token_id) for token_id in ids]) + window.flush() == text
 
 

@@ -1,0 +1,339 @@
+"""Grammars: from a request's `Grammar` to what masks its logits, compiled off the step path.
+
+xgrammar (extra `grammar`) is imported with the first grammar that is compiled. Compiling runs in
+a process of its own under a time limit (grammar_worker.py); here the result is only read back.
+A second library fits behind the three methods of `TokenMatcher`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radix_mla.errors import EngineError, InvalidRequest
+from radix_mla.request import Grammar
+from radix_mla.sampling.grammar_worker import Setup
+
+TIMEOUT_S = 0.8  # with the way to the worker and back the answer is there within a second
+MAX_TEXT_BYTES = 256 << 10
+_CACHE_BYTES = 256 << 20
+_NUM_THREADS = 4
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 5.0
+_JSON_KINDS = frozenset(("json_object", "json_schema"))
+
+
+class TokenMatcher(Protocol):
+    """Where one sequence stands in its grammar."""
+
+    def accept(self, token_id: int) -> bool:
+        """Goes on with a token; False (and nothing changed) when it cannot follow."""
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Sets the bits of the ids that can follow. int32 [ceil(vocab / 32)], lowest bit first."""
+
+    def reset(self) -> None:
+        """Back to the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """forbidden: int32 [ceil(vocab / 32)], ids that are masked whatever the grammar says."""
+
+    compiled: Any  # xgrammar.CompiledGrammar
+    forbidden: NDArray[np.int32]
+    eos_ids: tuple[int, ...]
+    num_bytes: int
+
+    def matcher(self) -> TokenMatcher:
+        return _XGrammarMatcher(self)
+
+
+class _XGrammarMatcher:
+    """`TokenMatcher` of xgrammar."""
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(grammar.compiled)
+        self._allowed = ~grammar.forbidden
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        mask.fill(-1)  # it leaves a mask alone in which everything is allowed
+        if self._matcher.is_terminated():
+            mask.fill(0)
+            return
+        self._matcher.fill_next_token_bitmask(mask[None])
+        mask &= self._allowed
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+
+class GrammarCompiler:
+    """Compiles in the background; results are kept by grammar. Thread-safe."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        timeout_s: float = TIMEOUT_S,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Starts nothing."""
+        self._setup = Setup(
+            folder=folder,
+            eos_ids=sorted(eos_ids),
+            vocab_size=vocab_size,
+            timeout_s=timeout_s,
+            trust_remote_code=trust_remote_code,
+        )
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._worker: _WorkerProcess | None = None
+        self._is_started = False
+        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+
+    @staticmethod
+    def is_installed() -> bool:
+        return find_spec("xgrammar") is not None
+
+    def start(self) -> None:
+        """Gets ready ahead of the first grammar, so that this one need not wait. Idempotent."""
+        if not self._is_started and self.is_installed():
+            self._is_started = True
+            self._pool.submit(self._prepare)
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """The future's exception is InvalidRequest for what is wrong with the grammar.
+
+        Raises InvalidRequest at once for what needs no compiling to be refused.
+        """
+        if not self.is_installed():
+            raise InvalidRequest(
+                "Structured output needs xgrammar, which this server lacks: "
+                "pip install 'radix-mla[grammar]'.",
+                code="unsupported_parameter",
+            )
+        if len(grammar.text.encode()) > MAX_TEXT_BYTES:
+            raise _refused(grammar, f"it is longer than {MAX_TEXT_BYTES >> 10} KiB")
+        with self._lock:
+            future = self._known.get(grammar)
+            if future is not None and not _failed_by_us(future):
+                self._known.move_to_end(grammar)
+                return future
+            self._trim()
+            future = self._known[grammar] = self._pool.submit(self._compile, grammar)
+            return future
+
+    def close(self) -> None:
+        """Ends the worker; what is being compiled fails. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        worker = self._ready_worker()
+        result = worker.compile(grammar)
+        if result[:1] != b"k":
+            raise _refused(grammar, result[1:].decode(errors="replace"))
+        return worker.vocabulary.read(grammar, result[1:].decode())
+
+    def _prepare(self) -> None:
+        worker = self._ready_worker()
+        worker.vocabulary.load()
+
+    def _ready_worker(self) -> _WorkerProcess:
+        with self._lock:
+            if self._worker is None or self._worker.is_dead:
+                self._worker = _WorkerProcess(self._setup)
+            worker = self._worker
+        worker.wait_ready()
+        return worker
+
+    def _trim(self) -> None:
+        """Forgets the grammars that were asked for least recently."""
+        total = sum(_size(future) for future in self._known.values())
+        for grammar, future in list(self._known.items()):
+            if total <= _CACHE_BYTES:
+                break
+            if future.done():
+                total -= _size(future)
+                del self._known[grammar]
+
+
+def _size(future: Future[CompiledGrammar]) -> int:
+    if not future.done() or future.cancelled() or future.exception() is not None:
+        return 64 << 10  # the text itself, and to bound their number
+    return future.result().num_bytes
+
+
+def _failed_by_us(future: Future[CompiledGrammar]) -> bool:
+    """A failure that is not the grammar's own: worth another try."""
+    if not future.done():
+        return False
+    return future.cancelled() or not isinstance(future.exception(), InvalidRequest | None)
+
+
+def _refused(grammar: Grammar, why: str) -> InvalidRequest:
+    name = grammar.kind.replace("_", " ")
+    return InvalidRequest(f"This {name} cannot be used: {why}.", code="invalid_grammar")
+
+
+class _Vocabulary:
+    """The worker's description of the vocabulary, in this process."""
+
+    def __init__(self, setup: Setup, answer: dict[str, Any]) -> None:
+        self._eos_ids = tuple(setup.eos_ids)
+        self._size = setup.vocab_size
+        self._special: list[tuple[int, str]] = [(int(i), text) for i, text in answer["special"]]
+        self._control: list[int] = answer["control"]
+        self._serialised: str = answer["info"]
+        self._info: Any = None
+        self._lock = threading.Lock()
+
+    def load(self) -> Any:
+        """The xgrammar.TokenizerInfo; the first call imports xgrammar."""
+        import xgrammar
+
+        with self._lock:
+            if self._info is None:
+                self._info = xgrammar.TokenizerInfo.deserialize_json(self._serialised)
+            return self._info
+
+    def read(self, grammar: Grammar, serialised: str) -> CompiledGrammar:
+        import xgrammar
+
+        compiled = xgrammar.CompiledGrammar.deserialize_json(serialised, self.load())
+        return CompiledGrammar(
+            compiled, self._forbidden(grammar), self._eos_ids, compiled.memory_size_bytes
+        )
+
+    def _forbidden(self, grammar: Grammar) -> NDArray[np.int32]:
+        """Special tokens that the grammar does not spell out, and for JSON raw control characters.
+
+        A special token inside a string would vanish from the text, or end a turn. xgrammar allows
+        raw control characters in strings with a length, where JSON does not.
+        """
+        text = grammar.text
+        if grammar.kind == "structural_tag":
+            with contextlib.suppress(ValueError, RecursionError):
+                text = json.dumps(json.loads(text), ensure_ascii=False)
+        ids = [token_id for token_id, spelled in self._special if spelled not in text]
+        if grammar.kind in _JSON_KINDS:
+            ids += self._control
+        bits = np.zeros(-(-self._size // 32) * 32, dtype=np.uint8)
+        bits[ids] = 1
+        return np.packbits(bits, bitorder="little").view("<i4")
+
+
+class _WorkerProcess:
+    """The other side of grammar_worker.py."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._lock = threading.Lock()
+        self._jobs: dict[int, Future[bytes]] = {}
+        self._num_jobs = 0
+        self._ready: Future[_Vocabulary] = Future()
+        self.is_dead = False
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "radix_mla.sampling.grammar_worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+            )
+        self._socket = mine
+        self._connection = Connection(os.dup(mine.fileno()))
+        self._connection.send_bytes(setup.to_json())
+        self._reader = threading.Thread(target=self._read, name="grammar-replies", daemon=True)
+        self._reader.start()
+
+    @property
+    def vocabulary(self) -> _Vocabulary:
+        return self._ready.result()
+
+    def wait_ready(self) -> None:
+        """Raises EngineError, with the worker's reason."""
+        self._ready.result(_START_TIMEOUT_S)
+
+    def compile(self, grammar: Grammar) -> bytes:
+        """The child's answer. Raises EngineError when the worker is gone."""
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self.is_dead:
+                raise EngineError("the grammar compiler is gone")
+            self._num_jobs += 1
+            job = self._num_jobs
+            self._jobs[job] = future
+            self._connection.send_bytes(json.dumps([job, grammar.kind, grammar.text]).encode())
+        return future.result()
+
+    def close(self) -> None:
+        """Waits until the worker and its children are gone."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+
+    def _read(self) -> None:
+        error = EngineError("the grammar compiler is gone")
+        try:
+            answer = json.loads(self._connection.recv_bytes())
+            if "error" in answer:
+                error = EngineError(f"the grammar compiler cannot start: {answer['error']}")
+                raise error
+            self._ready.set_result(_Vocabulary(self._setup, answer))
+            while True:
+                message = self._connection.recv_bytes()
+                with self._lock:
+                    future = self._jobs.pop(int.from_bytes(message[:8], "little"))
+                future.set_result(message[8:])
+        except (EOFError, OSError, EngineError):
+            self._die(error)
+
+    def _die(self, error: EngineError) -> None:
+        with self._lock:
+            self.is_dead = True
+            jobs, self._jobs = self._jobs, {}
+            self._connection.close()
+            self._socket.close()
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for future in jobs.values():
+            future.set_exception(error)
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

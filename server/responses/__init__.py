@@ -1,0 +1,1 @@
+"""OpenAI's responses API, without stored state: POST /v1/responses."""
