@@ -1,12 +1,15 @@
 # Everything runs in .venv, which each target makes and fills by itself.
 #   make serve          the server on the bundled model, http://127.0.0.1:8000
 #   make test           the CPU test suite (< 8 minutes on 2 cores)
-# Variables: PYTHON (>= 3.11), TORCH (requirement), TORCH_INDEX (another index for torch), ARGS.
+# Variables: PYTHON (>= 3.11), TORCH (requirement), TORCH_INDEX (another index for torch), ARGS,
+# JOBS.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Test processes; each computes with one thread.
+JOBS ?= 2
 TORCH_INDEX ?=
 # Without a GPU a CPU build of torch is enough; the plain requirement pulls gigabytes of CUDA.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -36,13 +39,13 @@ serve: install
 	$(BIN)/radix-mla serve $(ARGS)
 
 test: install-dev
-	$(BIN)/python -m pytest -m "not gpu and not slow and not stress" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow and not stress" $(ARGS)
 
 test-fast: install-dev
-	$(BIN)/python -m pytest -m "not gpu and not slow and not stress and not e2e" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow and not stress and not e2e" $(ARGS)
 
 test-all: install-dev
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from radix_mla.errors import ConfigError
+from server.chat_cli import chat
 from server.settings import ENV_PREFIX, Settings, load, peer_hint
 from server.version import VERSION
 
@@ -143,6 +144,7 @@ def _shown(default: object) -> str:
     return ", ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
+app.command("chat")(chat)
 app.command(
     "serve",
     help="Serve a model over HTTP. Flags win over RADIX_MLA_* variables, those over --config.",

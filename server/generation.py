@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from radix_mla.engine.ipc import Admitted, PrefillProgress, SequenceOutput
-from radix_mla.errors import EngineError, Overloaded, RequestFailed
+from radix_mla.errors import EngineError, InvalidRequest, Overloaded, RequestFailed
 from radix_mla.request import Request
 from server.choice import Choice, Delta, joined
 from server.engine_client import EngineClient
@@ -233,7 +233,11 @@ class Generation:
             self._metrics.on_finished(record, record.reason or reason)
 
     def _fail(self, record: RequestRecord, output: SequenceOutput) -> None:
-        """The engine's own text goes to the log, not to the client."""
+        """The engine's own text goes to the log, not to the client, but for the client's faults."""
+        if output.rejected:
+            record.reason = "error"
+            self._settle(output)
+            raise InvalidRequest(output.error or "The request is not valid.", code="invalid_value")
         logger.error("request %s failed: %s", record.request_id, output.error or "aborted")
         record.reason = "error"
         self._settle(output)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 
-# Read by libgomp when torch loads it: spinning threads stall each other when tests of several
-# processes share the cores.
+# Test processes and the servers that they start share the cores: one thread each, none spinning
+# (the first two are read by libgomp when torch loads it).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RADIX_MLA_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

@@ -42,7 +42,7 @@ from radix_mla.errors import EngineDead, RadixMlaError
 
 # Idle OpenMP threads sleep instead of spinning: they share the cores with the API process. On a
 # busy 2-core machine a spinning decode step took four times as long. The user's setting wins.
-_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_WAITING = {"GOMP_SPINCOUNT": "3000"}
 
 # (stage, done, total), as build.Progress
 Progress = Callable[[str, int, int], None]

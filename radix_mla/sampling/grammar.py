@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -237,16 +237,35 @@ class _Vocabulary:
         A special token inside a string would vanish from the text, or end a turn. xgrammar allows
         raw control characters in strings with a length, where JSON does not.
         """
-        text = grammar.text
+        text, named = grammar.text, frozenset[int]()
         if grammar.kind == "structural_tag":
-            with contextlib.suppress(ValueError, RecursionError):
-                text = json.dumps(json.loads(text), ensure_ascii=False)
-        ids = [token_id for token_id, spelled in self._special if spelled not in text]
+            tag = json.loads(text)
+            text, named = json.dumps(tag, ensure_ascii=False), frozenset(_named_tokens(tag))
+        ids = [
+            token_id
+            for token_id, spelled in self._special
+            if spelled not in text and token_id not in named
+        ]
         if grammar.kind in _JSON_KINDS:
             ids += self._control
         bits = np.zeros(-(-self._size // 32) * 32, dtype=np.uint8)
         bits[ids] = 1
         return np.packbits(bits, bitorder="little").view("<i4")
+
+
+def _named_tokens(tag: Any) -> Iterator[int]:
+    """The ids that a structural tag allows by number."""
+    if isinstance(tag, list):
+        for item in tag:
+            yield from _named_tokens(item)
+    elif isinstance(tag, dict):
+        for name, value in tag.items():
+            if name == "token" and isinstance(value, int):
+                yield value
+            elif name == "trigger_tokens" and isinstance(value, list):
+                yield from (item for item in value if isinstance(item, int))
+            else:
+                yield from _named_tokens(value)
 
 
 class _WorkerProcess:

@@ -29,6 +29,7 @@ MAX_RESULT_BYTES = 16 << 20
 _MEMORY_BYTES = 3 << 30  # of address space, beside what the worker itself has
 _MAX_CHILDREN = 4
 _MAX_CPU_S = 10
+_MAX_SPACES_IN_TAGS = 2
 _CONTROL = frozenset(range(0x20)) - {0x0A}
 _PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (?:Warning: )?", re.MULTILINE)
 
@@ -102,7 +103,7 @@ def compile_text(compiler: Any, kind: str, text: str) -> Any:
         case "ebnf":
             return compiler.compile_lark(text)
         case "structural_tag":
-            return compiler.compile_structural_tag(text)
+            return compiler.compile_structural_tag(json.dumps(_with_little_space(json.loads(text))))
         case _:
             raise ValueError(f"unknown kind of grammar {kind!r}")
 
@@ -111,6 +112,17 @@ def _compile_schema(compiler: Any, text: str) -> Any:
     # One line, one space after , and : as json.dumps has it. Where white space is free, weak models
     # (and any model at a bad moment) fill max_tokens with it.
     return compiler.compile_json_schema(text, any_whitespace=False)
+
+
+def _with_little_space(tag: Any) -> Any:
+    """The tag with white space of its JSON parts bounded, where it says nothing about that."""
+    if isinstance(tag, list):
+        return [_with_little_space(item) for item in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema" and "json_schema" in tag:
+        return {"max_whitespace_cnt": _MAX_SPACES_IN_TAGS, **tag}
+    return {name: _with_little_space(value) for name, value in tag.items()}
 
 
 def choice_grammar(choices: Iterable[str]) -> str:
@@ -206,8 +218,9 @@ def _compile_in_child(pipe: Connection, info: Any, kind: str, text: str) -> None
         compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
         compiled = compile_text(compiler, kind, text)
         # xgrammar warns where it does not enforce something; then the output could be invalid.
+        # The schemas inside of a tag are tools', where as much as can be is enforced.
         warnings = os.pread(log, 4096, 0).decode(errors="replace")
-        if "Warning: " in warnings:
+        if "Warning: " in warnings and kind != "structural_tag":
             result = b"e" + readable(warnings).encode()
         else:
             result = b"k" + compiled.serialize_json().encode()

@@ -64,7 +64,6 @@ class CallReader(Protocol):
     """Reads tool calls of one format from the text that begins at one of `triggers`."""
 
     num_calls: int
-    num_closed: int  # calls whose end was read
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -81,7 +80,7 @@ class CallReader(Protocol):
     def read(self, buffer: str, *, final: bool) -> Read:
         """One step; nothing used and no event: it needs more text. `final`: nothing follows.
 
-        After `done` the rest is text, until the next trigger. At most one call ends in a step.
+        After `done` the rest is text, until the next trigger. At most one call begins in a step.
         """
 
 
@@ -96,6 +95,7 @@ class AssistantParser:
         "_state",
         "_trim",
         "_trimmed",
+        "full",
         "num_reasoning_tokens",
     )
 
@@ -107,7 +107,10 @@ class AssistantParser:
         reasoning_open: bool = False,
         max_calls: int | None = None,
     ) -> None:
-        """`reasoning_open`: the prompt ends in reasoning. `max_calls`: the choice ends there."""
+        """`reasoning_open`: the prompt ends in reasoning.
+
+        After `max_calls` calls the next one is `full`: the choice ends before it.
+        """
         self._reasoning = reasoning
         self._calls = calls
         self._limit = max_calls
@@ -115,6 +118,7 @@ class AssistantParser:
         self._trim = False  # newlines at the front of the buffer belong to the tag before them
         self._trimmed = ""  # white space in front of what may be a call
         self.num_reasoning_tokens = 0
+        self.full = False
         self._state: Callable[[bool], list[AssistantEvent] | None] = self._text
         if reasoning is not None:
             self._state = self._in_reasoning if reasoning_open else self._before
@@ -123,15 +127,6 @@ class AssistantParser:
     @property
     def has_calls(self) -> bool:
         return self._calls is not None and self._calls.num_calls > 0
-
-    @property
-    def full(self) -> bool:
-        """True when the last permitted call is complete: the choice can end."""
-        return (
-            self._limit is not None
-            and self._calls is not None
-            and self._calls.num_closed >= self._limit
-        )
 
     def count(self, num_tokens: int) -> None:
         """Counts generated tokens as reasoning while reasoning is open; call before `push`."""
@@ -155,14 +150,16 @@ class AssistantParser:
 
     def _run(self, *, final: bool) -> list[AssistantEvent]:
         events: list[AssistantEvent] = []
-        while True:
+        while not self.full:
             made = self._state(final)
             if made is None:
-                return merge_events(events)
-            events += made
-            if self.full:
-                self._buffer = ""
-                return merge_events(events)
+                break
+            for event in made:
+                if isinstance(event, ToolCallStart) and event.index == self._limit:
+                    self.full = True
+                    break
+                events.append(event)
+        return merge_events(events)
 
     # A state consumes from the buffer and returns its events; None: it needs more text.
 
@@ -284,6 +281,8 @@ def held(text: str, markers: Sequence[str], *, newlines: bool = False, spaces: b
     """
     longest = 0
     for marker in markers:
+        if marker[0] not in text[-len(marker) + 1 :]:
+            continue
         for size in range(min(len(marker) - 1, len(text)), longest, -1):
             if text.endswith(marker[:size]):
                 longest = size

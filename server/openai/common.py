@@ -80,7 +80,6 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
     service.ignored_fields.note(caller.address, sorted_fields.ignored)
     model = service.check_model(fields.model)
     service.check_accepting()
-    check_response_format(fields)
     if fields.stop and service.tokenizer is None:
         raise InvalidRequest(
             "stop needs a tokenizer, which this model lacks; use stop_token_ids.",
@@ -88,17 +87,6 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
             code="no_tokenizer",
         )
     return Parsed(fields, list(sorted_fields.ignored), caller, model)
-
-
-def check_response_format(fields: GenerationFields) -> None:
-    """Raises InvalidRequest for formats that would have to be enforced."""
-    kind = (fields.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise InvalidRequest(
-            f"response_format {kind!r} is not supported by this version; only text is.",
-            param="response_format",
-            code="unsupported_parameter",
-        )
 
 
 def cut_lengths(

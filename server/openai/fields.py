@@ -63,11 +63,6 @@ REFUSED: Mapping[str, str] = {
     "kv_transfer_params": _ANSWER,
     "use_beam_search": _ANSWER,
     "lora_path": _ANSWER,
-    "structured_outputs": _NOT_YET,
-    "guided_json": _NOT_YET,
-    "guided_regex": _NOT_YET,
-    "guided_choice": _NOT_YET,
-    "guided_grammar": _NOT_YET,
     "explain_cache": _NOT_YET,
 }
 METADATA_PREFIX = "radix_mla."

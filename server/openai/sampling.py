@@ -12,6 +12,7 @@ from radix_mla.models.hf_config import GenerationDefaults
 from radix_mla.request import SamplingParams
 from server.openai.prompts import TokenIds
 from server.openai.schemas import GenerationFields
+from server.openai.structured import grammar_of
 
 _GREEDY_BELOW = 1e-3  # dividing logits by less is greedy in fp32 anyway, but may overflow
 _SEED_MASK = 2**63 - 1
@@ -44,7 +45,10 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The engine's parameters. Raises InvalidRequest for ids outside the vocabulary."""
+    """The engine's parameters.
+
+    Raises InvalidRequest for ids outside the vocabulary, and for a format that cannot be enforced.
+    """
     if fields.best_of is not None and fields.best_of > fields.n:
         raise InvalidRequest(
             f"best_of is {fields.best_of}; more than n ({fields.n}) is not supported.",
@@ -68,6 +72,7 @@ def sampling_params(
         ignore_eos=fields.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(fields),
     )
 
 

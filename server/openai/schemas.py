@@ -93,6 +93,11 @@ class GenerationFields(BaseModel):
     cache_store: Bool = True
     cache_prompt: Bool = True
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | Bool | Str | None = None
+    guided_regex: Str | None = None
+    guided_choice: list[Str] | None = None
+    guided_grammar: Str | None = None
 
     @property
     def session(self) -> str | None:

@@ -16,11 +16,12 @@ _MODES: Mapping[str, Mode] = {"none": "none", "auto": "auto", "required": "requi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One function. `parameters`: its JSON schema, {} when it was not sent."""
+    """One function. `parameters`: its JSON schema, {} when it was not sent; `param` names that."""
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    param: str = "tools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,12 @@ def _read_tool(tool: Mapping[str, Any], param: str) -> Tool:
         parameters = {}
     if not isinstance(parameters, Mapping):
         raise _invalid(f"{param}.parameters must be a JSON schema.", f"{param}.parameters")
-    return Tool(name=name, parameters=parameters, strict=function.get("strict") is True)
+    return Tool(
+        name=name,
+        parameters=parameters,
+        strict=function.get("strict") is True,
+        param=f"{param}.parameters",
+    )
 
 
 def _read_choice(

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from radix_mla.errors import InvalidRequest
 from radix_mla.request import Grammar
+from server.openai.json_schema import prepare_schema
 from server.openai.reasoning import ReasoningFormat
 from server.openai.tool_calls import Tool, ToolUse
 from server.openai.tool_formats import ToolFormat
@@ -45,6 +47,7 @@ class GrammarBuilder:
         """The grammar of an answer; None when everything is permitted.
 
         `content`: what text must match. `strict`: honour `strict` of tools under auto.
+        Raises InvalidRequest for a strict tool whose schema cannot be enforced.
         """
         body = self._body(use, content, strict=strict)
         if body is None:
@@ -123,10 +126,9 @@ class GrammarBuilder:
     ) -> Format:
         """One call; `inside`: without the markers around it."""
         shape = tools.shape
-        schema = tool.parameters if enforce or tool.strict else _ANY_OBJECT
         arguments = {
             "type": "json_schema",
-            "json_schema": dict(schema) or dict(_ANY_OBJECT),
+            "json_schema": _enforceable(tool, enforce),
             "style": shape.style,
         }
         begin = shape.begin.replace("{name}", tool.name)
@@ -188,6 +190,21 @@ def as_format(grammar: Grammar) -> Format:
         case "structural_tag":
             inner: Format = json.loads(grammar.text)["format"]
             return inner
+
+
+def _enforceable(tool: Tool, enforce: bool) -> Any:
+    """The schema of a tool's arguments; any object where it cannot or need not be enforced.
+
+    Raises InvalidRequest where `strict` asks for what cannot be enforced.
+    """
+    if not tool.parameters or not (enforce or tool.strict):
+        return dict(_ANY_OBJECT)
+    try:
+        return json.loads(prepare_schema(dict(tool.parameters), tool.param))
+    except InvalidRequest:
+        if tool.strict:
+            raise
+        return dict(_ANY_OBJECT)
 
 
 def _either(options: Sequence[Format]) -> Format:

@@ -56,7 +56,6 @@ class MarkedReader:
     def __init__(self, markers: Markers, ids: CallIds) -> None:
         self.triggers = (markers.section_begin, markers.call_begin)
         self.num_calls = 0
-        self.num_closed = 0
         self._markers = markers
         self._ids = ids
         self._raw = ""  # consumed, not yet known to be a call
@@ -163,7 +162,6 @@ class MarkedReader:
         events = self._piece(piece)
         if not self._has_arguments:
             events.append(ToolCallArguments(self.num_calls - 1, "{}"))
-        self.num_closed += 1
         self._state = self._between
         return Read(events, at + len(marker) if marker == self._markers.call_end else at)
 

@@ -40,7 +40,6 @@ class GlmReader:
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], ids: CallIds) -> None:
         self.num_calls = 0
-        self.num_closed = 0
         self._schemas = schemas
         self._ids = ids
         self._name = ""
@@ -105,7 +104,6 @@ class GlmReader:
         return Read([self._piece(text)], len(text)) if final and text else None
 
     def _close(self, used: int) -> Read:
-        self.num_closed += 1
         return Read([self._piece("}" if self._num_pairs else "{}")], used, done=True)
 
     def _piece(self, text: str) -> ToolCallArguments:

@@ -76,9 +76,9 @@ def main() -> None:
             seconds, cached = ttft(server, prefix + tokens(args.new))
             assert cached == 0, cached
             cold.append(seconds)
-            before = server.metrics().total("engine_step_seconds_sum")
+            before = server.metrics().total("step_seconds_sum")
             seconds, cached = ttft(server, prefix + tokens(args.new))
-            step = server.metrics().total("engine_step_seconds_sum") - before
+            step = server.metrics().total("step_seconds_sum") - before
             assert cached == args.prefix, cached
             warm.append(seconds)
             edge.append(seconds - step)

@@ -56,16 +56,22 @@ def reference() -> Callable[[int, int, int], dict[str, Greedy]]:
 
 
 def check_knobs(
-    want: dict[str, Greedy], asked: list[Request], page_size: int, chunk: int, form: str
+    want: dict[str, Greedy],
+    asked: list[Request],
+    page_size: int,
+    chunk: int,
+    form: str,
+    *,
+    pool: int,
 ) -> None:
-    """Cache on in a pool that is too small, and off, both concurrent, against `want`."""
+    """Cache on in a pool too small for all, and off, both concurrent, against `want`."""
     knobs: dict[str, object] = {
         "page_size": page_size,
         "max_num_batched_tokens": chunk,
         "attention_form": form,
         "max_num_seqs": 32,
     }
-    cached = engine(**knobs, kv_cache_tokens=1024)
+    cached = engine(**knobs, kv_cache_tokens=pool)
     have = run(cached, asked, after_step=cached.cache.audit)
     assert_equal_runs(want, have)
     assert sum(result.cached for result in have.values()) > 0
@@ -85,7 +91,7 @@ def test_tokens_do_not_depend_on_the_cache(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int, chunk: int, form: str
 ) -> None:
     want = reference(20, 5, 8)
-    check_knobs(want, requests(20, 5, 8), page_size, chunk, form)
+    check_knobs(want, requests(20, 5, 8), page_size, chunk, form, pool=1024)
 
 
 @pytest.mark.slow
@@ -94,7 +100,7 @@ def test_whole_matrix(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int, chunk: int, form: str
 ) -> None:
     want = reference(200, 20, 16)
-    check_knobs(want, requests(200, 20, 16), page_size, chunk, form)
+    check_knobs(want, requests(200, 20, 16), page_size, chunk, form, pool=3072)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -159,10 +159,10 @@ def test_waiting_is_counted_by_reason() -> None:
     sim.submit("a", [1, 2, 3], 30)
     sim.submit("b", [4, 5, 6], 3)
     sim.step()
-    assert sim.scheduler.num_waiting() == {"slots": 1, "budget": 0, "sibling": 0}
+    assert sim.scheduler.num_waiting() == {"slots": 1, "budget": 0, "sibling": 0, "grammar": 0}
     assert sim.scheduler.waiting_tokens == 3
     sim.abort("b")
-    assert sim.scheduler.num_waiting() == {"slots": 0, "budget": 0, "sibling": 0}
+    assert sim.scheduler.num_waiting() == {"slots": 0, "budget": 0, "sibling": 0, "grammar": 0}
     assert sim.scheduler.waiting_tokens == 0
     sim.run()
 

@@ -143,8 +143,6 @@ def test_other_servers_fields_are_no_near_misses(field: str) -> None:
         ("use_beam_search", True),
         ("lora_path", "x"),
         ("kv_transfer_params", {"a": 1}),
-        ("guided_json", {"type": "object"}),
-        ("structured_outputs", {"regex": "a"}),
         ("explain_cache", True),
         ("web_search_options", {"a": 1}),
     ],

@@ -102,7 +102,7 @@ async def test_the_field_has_the_name_that_was_asked_for(
 ) -> None:
     app = harness(says(thinker, "<think>hm</think>Yes"), thinker, reasoning_field=setting)
     message = (await app.chat()).json()["choices"][0]["message"]
-    assert {name: "hm" for name in names} == {
+    assert dict.fromkeys(names, "hm") == {
         name: message[name] for name in ("reasoning_content", "reasoning") if name in message
     }
     deltas = [

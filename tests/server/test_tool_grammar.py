@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.tool_models import DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI_K2, MODELS, ToolModel
 
+from radix_mla.errors import InvalidRequest
 from radix_mla.request import Grammar
 from radix_mla.text.tokenizer import Tokenizer
 from server.openai import tool_formats
@@ -186,3 +187,15 @@ def test_forced_calls_follow_the_schema_without_strict(check: Check) -> None:
         grammar = check.build(model, "required", tools=[tool])
         assert check.accepts(grammar, _write(model, ("f", {"a": 1})))
         assert not check.accepts(grammar, _write(model, ("f", {"a": "x"})))
+
+
+def test_a_schema_that_cannot_be_enforced(check: Check) -> None:
+    """Under strict it is refused by name; otherwise any object will do."""
+    function = {"name": "f", "parameters": {"type": "array", "uniqueItems": True}}
+    loose = {"type": "function", "function": function}
+    grammar = check.build(DEEPSEEK_V31, "required", tools=[loose])
+    assert check.accepts(grammar, _write(DEEPSEEK_V31, ("f", {"x": 1})))
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    with pytest.raises(InvalidRequest) as refused:
+        check.build(DEEPSEEK_V31, "auto", tools=[LOOSE, strict])
+    assert refused.value.param == "tools[1].function.parameters"

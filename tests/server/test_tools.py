@@ -168,7 +168,7 @@ async def test_without_tools_nothing_is_parsed(tokenizers: dict[str, Tokenizer],
         assert choice["finish_reason"] == "stop"
 
 
-async def test_parallel_tool_calls_false_ends_after_the_first(
+async def test_parallel_tool_calls_false_ends_before_the_second(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers[DEEPSEEK_V31.name]
@@ -179,6 +179,11 @@ async def test_parallel_tool_calls_false_ends_after_the_first(
         assert choice["finish_reason"] == "tool_calls"
         if per_event == 1:  # the engine is told to stop
             assert app.engine.aborts[0][2] == "stop"
+    one = harness(says(tokenizer, DEEPSEEK_V31.calls([("clock", "{}")])), tokenizer)
+    body = (await one.chat(tools=TOOLS, parallel_tool_calls=False, return_token_ids=True)).json()
+    # The end markers are part of the answer, as the template will write them.
+    assert tokenizer.decode(body["choices"][0]["token_ids"]).endswith(DEEPSEEK_V31.end)
+    assert one.engine.aborts == []
 
 
 async def test_each_choice_has_its_own_calls(tokenizers: dict[str, Tokenizer]) -> None:
@@ -361,3 +366,41 @@ async def test_the_demo_model_marks_are_tokens_and_still_seen() -> None:
     assert app.engine.requests[-1].params.logit_bias == {3: 1.0, begin: float("-inf")}
     plain = (await app.chat()).json()["choices"][0]["message"]
     assert plain["content"] == 'Sure.weather{"city": "Bern"}'
+
+
+async def test_the_grammar_of_tool_choice_reaches_the_engine(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    app = harness(FakeEngine(), tokenizers[DEEPSEEK_V31.name])
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    named = {"type": "function", "function": {"name": "clock"}}
+    kinds = []
+    for extra in (
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": named},
+        {"tools": [strict, CLOCK]},
+        {"tools": [strict, CLOCK], "tool_choice": "none"},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+        {"tools": TOOLS, "tool_choice": "none", "response_format": {"type": "json_object"}},
+    ):
+        response = await app.chat(max_tokens=1, **extra)
+        assert response.status_code == 200, response.text
+        grammar = app.engine.requests[-1].params.grammar
+        kinds.append(None if grammar is None else grammar.kind)
+    tag = "structural_tag"
+    # The template has thinking, which may come before JSON: so that is a structural tag, too.
+    assert kinds == [None, tag, tag, tag, None, tag, tag]
+    assert len({request.prompt for request in app.engine.requests}) == 1
+
+
+async def test_without_xgrammar_strict_is_named_in_the_header(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents send strict as routine: that is no reason to refuse them."""
+    monkeypatch.setattr("server.openai.model_formats.find_spec", lambda name: None)
+    app = harness(FakeEngine(), tokenizers[DEEPSEEK_V31.name])
+    strict = {"type": "function", "function": {**CLOCK["function"], "strict": True}}  # type: ignore[dict-item]
+    response = await app.chat(tools=[strict], max_tokens=1)
+    assert response.headers["x-radix-ignored-fields"] == "tools[].function.strict"
+    assert app.engine.requests[-1].params.grammar is None
