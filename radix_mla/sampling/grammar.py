@@ -235,7 +235,8 @@ class _Vocabulary:
         """Special tokens that the grammar does not spell out, and for JSON raw control characters.
 
         A special token inside a string would vanish from the text, or end a turn. xgrammar allows
-        raw control characters in strings with a length, where JSON does not.
+        raw control characters in strings with a length, where JSON does not; a structural tag with
+        such a string loses them everywhere.
         """
         text, named = grammar.text, frozenset[int]()
         if grammar.kind == "structural_tag":
@@ -246,7 +247,7 @@ class _Vocabulary:
             for token_id, spelled in self._special
             if spelled not in text and token_id not in named
         ]
-        if grammar.kind in _JSON_KINDS:
+        if grammar.kind in _JSON_KINDS or '"maxLength"' in text or '"minLength"' in text:
             ids += self._control
         bits = np.zeros(-(-self._size // 32) * 32, dtype=np.uint8)
         bits[ids] = 1

@@ -19,6 +19,7 @@ from server.openai.assistant import AssistantPlan
 from server.openai.fields import header_value, sort_fields
 from server.openai.schemas import ChatRequest, GenerationFields, validate
 from server.openai.stream import OPENAI, Dialect, GenerationResponse, Renderer
+from server.openai.structured import grammar_of
 from server.service import Caller, Job, Service
 from server.version import FINGERPRINT
 
@@ -80,13 +81,23 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
     service.ignored_fields.note(caller.address, sorted_fields.ignored)
     model = service.check_model(fields.model)
     service.check_accepting()
-    if fields.stop and service.tokenizer is None:
+    if service.tokenizer is None:
+        check_needs_no_text(fields)
+    return Parsed(fields, list(sorted_fields.ignored), caller, model)
+
+
+def check_needs_no_text(fields: GenerationFields) -> None:
+    """For a model without a tokenizer. Raises InvalidRequest."""
+    if fields.stop:
         raise InvalidRequest(
             "stop needs a tokenizer, which this model lacks; use stop_token_ids.",
             param="stop",
             code="no_tokenizer",
         )
-    return Parsed(fields, list(sorted_fields.ignored), caller, model)
+    if grammar_of(fields) is not None:
+        raise InvalidRequest(
+            "Structured output needs a tokenizer, which this model lacks.", code="no_tokenizer"
+        )
 
 
 def cut_lengths(

@@ -141,6 +141,7 @@ class _Preparer:
         if "enum" in schema or "const" in schema:
             return self._values(schema, path)
         types = self._types(schema, path)
+        self._check_multiple(types, schema, path)
         prepared: dict[str, Any] = {}
         if types:
             prepared["type"] = types if len(types) > 1 else types[0]
@@ -275,6 +276,12 @@ class _Preparer:
     def _number(self, part: dict[str, Any], path: list[str]) -> dict[str, Any]:
         return part
 
+    def _check_multiple(
+        self, types: Sequence[str], schema: dict[str, Any], path: list[str]
+    ) -> None:
+        if "multipleOf" in schema and "number" in types:
+            raise self._error("multipleOf of type number is not supported", path)
+
     def _check_pattern(self, pattern: object, path: list[str]) -> None:
         """A pattern is matched against the text between the quotes, where JSON escapes stand."""
         if not isinstance(pattern, str):
@@ -305,8 +312,8 @@ def unsupported_in_pattern(pattern: str) -> str | None:
         step = 1
         if char == "\\":
             step, value = _escape(pattern, place)
-            if value in ("A", "Z", "z", "G"):
-                return f"\\{value}"
+            if pattern[place + 1 : place + 2] in ("A", "Z", "z", "G"):
+                return pattern[place : place + 2]
             if not in_class and value is not None and _needs_escape(value):
                 return "a quote, backslash or control character"
         elif in_class:

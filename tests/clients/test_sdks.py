@@ -99,16 +99,15 @@ def test_openai_responses(client: openai.OpenAI) -> None:
 def test_openai_responses_tools(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
     items: Any = [{"role": "user", "content": "Weather?"}]
+    asked: Any = {"model": "demo", "tools": [tool], "parallel_tool_calls": False}
     first = client.responses.create(
-        model="demo", input=items, tools=[tool], tool_choice="required", max_output_tokens=64
+        **asked, input=items, tool_choice="required", max_output_tokens=64
     )
     (call,) = [item for item in first.output if item.type == "function_call"]
     assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
     items += [item.model_dump(exclude_none=True) for item in first.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    second = client.responses.create(
-        model="demo", input=items, tools=[tool], tool_choice="none", max_output_tokens=8
-    )
+    second = client.responses.create(**asked, input=items, tool_choice="none", max_output_tokens=8)
     assert second.usage is not None
     assert first.usage is not None
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
@@ -124,7 +123,8 @@ def test_openai_responses_structured(client: openai.OpenAI) -> None:
 
 
 def test_anthropic_messages(claude: anthropic.Anthropic) -> None:
-    asked: Any = {"model": "demo", "max_tokens": 24, "messages": FOX, "temperature": 0}
+    asked: Any = {"model": "demo", "max_tokens": 24, "messages": FOX}
+    asked["extra_body"] = {"temperature": 0}  # the package itself has no such argument any more
     whole = claude.messages.create(**asked, system="You tell stories.")
     assert whole.content[0].type == "text"
     assert whole.stop_reason in ("end_turn", "max_tokens")
@@ -231,7 +231,9 @@ async def test_agents(demo_server: ServerProcess, api: str) -> None:
             instructions="Use the tool.",
             tools=[get_weather],
             model=kinds[api](model="demo", openai_client=client),
-            model_settings=agents.ModelSettings(tool_choice="required", max_tokens=48),
+            model_settings=agents.ModelSettings(
+                tool_choice="required", temperature=0, max_tokens=800
+            ),
         )
         run = agents.Runner.run_streamed(agent, "Weather?", max_turns=3)
         async for _ in run.stream_events():

@@ -261,8 +261,7 @@ async def test_return_progress() -> None:
     assert progress[-1]["processed"] == progress[-1]["total"] == total
     assert {entry["cache"] for entry in progress} == {3}
     assert all(
-        left["processed"] <= right["processed"]
-        for left, right in itertools.pairwise(progress)
+        left["processed"] <= right["processed"] for left, right in itertools.pairwise(progress)
     )
     first_text = next(i for i, c in enumerate(chunks) if c["choices"][0]["delta"].get("content"))
     assert all("prompt_progress" not in chunk for chunk in chunks[first_text:])
