@@ -64,7 +64,8 @@ bench: install-dev
 	@for script in tests/bench/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 coverage: install-dev
-	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/coverage run -m pytest -m "not gpu and not slow and not stress" $(ARGS)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(JOBS) -m "not gpu and not slow and not stress" --timeout 900 $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -16,12 +16,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # torch's own is a dozen calls on the CPU: half of a norm's time in a decode step.
-    size = x.shape[-1]
-    if x.numel() == size:
-        row = x.reshape(size)
-        inverse = 1.0 / math.sqrt(float(row.dot(row)) / size + eps)
-        return torch.mul(x, weight).mul_(inverse)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # sqrt(D · mean(x²))
-    scale = norm.square_().add_(size * eps).rsqrt_().mul_(math.sqrt(size))
-    return torch.mul(x, scale).mul_(weight)
+    return rms_norm_scaled(x, *scaled_weight(weight, eps))
+
+
+def scaled_weight(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sqrt(D) · weight, sqrt(D · eps) as a tensor without dims): what `rms_norm_scaled` takes."""
+    size = weight.shape[-1]
+    return weight * math.sqrt(size), weight.new_tensor(math.sqrt(size * eps))
+
+
+def rms_norm_scaled(x: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """x / hypot(|x|, floor) · weight: RMSNorm in four calls; torch's own is a dozen on the CPU.
+
+    fp32 x [..., D], any stride; weight and floor from `scaled_weight`. Returns a new tensor.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)
+    return torch.div(x, norm).mul_(weight)
+
+
+def rms_norm_scaled_(x: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor) -> None:
+    """As `rms_norm_scaled`, in place."""
+    x.div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)).mul_(weight)

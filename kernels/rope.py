@@ -18,3 +18,16 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
         values = values.contiguous()  # a complex view needs whole pairs
     pairs = torch.view_as_complex(values.view(*x.shape[:-1], half, 2))  # [T, ..., R/2]
     return torch.view_as_real(pairs * turn).view(x.shape).to(x.dtype)
+
+
+def rotate_(x: torch.Tensor, turn: torch.Tensor) -> None:
+    """`apply_rope` in place: x [..., R] of any stride times turn = cos + i·sin.
+
+    turn complex64, broadcast against x's pairs [..., R/2].
+    """
+    even = x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    if x.dtype == torch.float32 and even:
+        torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turn)
+        return
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+    x.copy_(torch.view_as_real(pairs * turn).view(x.shape))

@@ -41,19 +41,21 @@ Both are the same sum: (q_nope · W_UK) · c_kv = q_nope · (W_UK · c_kv).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from kernels.rope import rotate_
 from radix_mla.attention.metadata import LatentWeights
 from radix_mla.attention.workspace import MLADims
-from radix_mla.models.layers import Linear, RMSNorm
-from radix_mla.models.rotary import apply_rope
+from radix_mla.models.layers import Linear, RMSNorm, fuse
 
 if TYPE_CHECKING:
     from radix_mla.attention.context import ForwardContext
     from radix_mla.models.hf_config import ModelConfig
+    from radix_mla.models.packed import PlainWeight
 
 
 def mla_dims(config: ModelConfig) -> MLADims:
@@ -99,35 +101,46 @@ class MLAAttention(nn.Module):
         self.o_proj = linear(heads * dims.value, hidden, bias=bias)
         self._has_q_lora = config.q_lora_rank is not None
         self._weights: LatentWeights | None = None
+        self._q_up: tuple[Callable[[torch.Tensor], torch.Tensor], PlainWeight] | None = None
 
     def finalize(self) -> None:
-        """Cuts W_UK and W_UV out of kv_b_proj, as views: its weight must stay."""
+        """Packs the projections; those that read the hidden state become one.
+
+        W_UK and W_UV are cut out of kv_b_proj as views: its weight must stay.
+        """
         dims = self.dims
         per_head = self.kv_b_proj.weight.view(dims.num_heads, dims.nope + dims.value, dims.latent)
         self._weights = LatentWeights(per_head[:, : dims.nope], per_head[:, dims.nope :])
-
-    def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """hidden [T, D]; cos, sin fp32 [T, R/2] of ctx.positions. Returns a new [T, D]."""
-        assert self._weights is not None, "finalize() was not called after loading"
-        nope, latent = self.dims.nope, self.dims.latent
-        q = self._queries(hidden)  # [T, H, P + R]
-        kv = self.kv_a_proj_with_mqa(hidden)  # [T, L + R]
-        pe = torch.cat((q[..., nope:], kv[:, None, latent:]), dim=1)  # k_pe is one head more
-        pe = apply_rope(pe, cos, sin)  # [T, H + 1, R]
-        q[..., nope:] = pe[:, :-1]
-        rows = torch.cat((self.kv_a_layernorm(kv[:, :latent]), pe[:, -1]), dim=-1)  # [T, L + R]
-        rows = ctx.write(self.layer_idx, rows)
-        out = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
-        projected: torch.Tensor = self.o_proj(out.flatten(1))
-        return projected
-
-    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H, P + R] before rope."""
+        first = self.q_a_proj if self._has_q_lora else self.q_proj
+        self._q_width = first.weight.shape[0]
+        self._down = fuse([first, self.kv_a_proj_with_mqa])
+        self._out = self.o_proj.plain()
+        self.kv_a_layernorm.finalize()
+        self._norm_latent_ = self.kv_a_layernorm.apply_
         if self._has_q_lora:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
-        else:
-            q = self.q_proj(hidden)
-        out: torch.Tensor = q.view(hidden.shape[0], self.dims.num_heads, self.dims.qk)
-        return out
+            self.q_a_layernorm.finalize()
+            self._q_up = (self.q_a_layernorm.forward, self.q_b_proj.plain())
+
+    def add_to(
+        self,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+        ctx: ForwardContext,
+    ) -> None:
+        """out [T, D] += attention of hidden [T, D]; turns of ctx.positions, see `RotaryEmbedding`."""
+        assert self._weights is not None, "finalize() was not called after loading"
+        num_tokens, dims = hidden.shape[0], self.dims
+        down = self._down(hidden)
+        q, rows = down[:, : self._q_width], down[:, self._q_width :]  # rows [T, L + R]
+        if self._q_up is not None:
+            norm, q_b = self._q_up
+            q = q_b(norm(q))
+        q = q.view(num_tokens, dims.num_heads, dims.qk)
+        turn_rows, turn_heads = turns
+        rotate_(q[..., dims.nope :], turn_heads)
+        rotate_(rows[:, dims.latent :], turn_rows)
+        self._norm_latent_(rows[:, : dims.latent])
+        rows = ctx.write(self.layer_idx, rows)
+        o = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
+        self._out.add_to(out, o.view(num_tokens, -1))

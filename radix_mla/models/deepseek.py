@@ -5,7 +5,7 @@ Parameter names are the checkpoint's, but for gate and up projections, which are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,6 +19,16 @@ from radix_mla.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from radix_mla.attention.context import ForwardContext
+
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+_Norm = Callable[[torch.Tensor], torch.Tensor]
+_Steps = tuple[
+    _Norm,
+    Callable[[torch.Tensor, torch.Tensor, Turns, "ForwardContext"], None],
+    _Norm,
+    Callable[[torch.Tensor, torch.Tensor], None],
+]
 
 
 class DecoderLayer(nn.Module):
@@ -38,13 +48,28 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
 
-    def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
-        """hidden [T, D], changed in place and returned."""
-        hidden += self.self_attn(self.input_layernorm(hidden), cos, sin, ctx)
-        hidden += self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        self._steps: _Steps | None = None
+
+    def finalize(self) -> None:
+        """Called once, after loading."""
+        self.self_attn.finalize()
+        self.mlp.finalize()
+        self.input_layernorm.finalize()
+        self.post_attention_layernorm.finalize()
+        # Bound methods: a decode step is made of small calls, and `nn.Module` doubles their price.
+        self._steps = (
+            self.input_layernorm.forward,
+            self.self_attn.add_to,
+            self.post_attention_layernorm.forward,
+            self.mlp.add_to,
+        )
+
+    def forward(self, hidden: torch.Tensor, turns: Turns, ctx: ForwardContext) -> None:
+        """hidden [T, D], changed in place."""
+        assert self._steps is not None, "finalize() was not called after loading"
+        attention_norm, attention, mlp_norm, mlp = self._steps
+        attention(hidden, attention_norm(hidden), turns, ctx)
+        mlp(hidden, mlp_norm(hidden))
 
 
 class DeepseekModel(nn.Module):
@@ -67,10 +92,10 @@ class DeepseekModel(nn.Module):
         return (cast(DecoderLayer, layer) for layer in self.layers)
 
     def forward(self, tokens: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        cos, sin = self.rotary_emb(ctx.positions)
+        turns = self.rotary_emb.turns(ctx.positions)
         hidden = self.embed_tokens(tokens)  # [T, D]
         for layer in self.decoder_layers():
-            hidden = layer(hidden, cos, sin, ctx)
+            layer.forward(hidden, turns, ctx)
         out: torch.Tensor = self.norm(hidden)
         return out
 
@@ -91,11 +116,8 @@ class DeepseekForCausalLM(nn.Module):
     def finalize(self) -> None:
         """Called once, after loading: absorbs and packs weights."""
         for layer in self.model.decoder_layers():
-            layer.self_attn.finalize()
-            for name, child in layer.self_attn.named_children():
-                if isinstance(child, Linear) and name != "kv_b_proj":  # MLA works on its views
-                    child.pack()
-            layer.mlp.finalize()
+            layer.finalize()
+        self.model.norm.finalize()
         self.lm_head.pack()
 
     @torch.inference_mode()

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.rmsnorm import rms_norm
+from kernels.rmsnorm import rms_norm, rms_norm_scaled, rms_norm_scaled_, scaled_weight
 from kernels.silu_mul import silu_mul
-from radix_mla.models.packed import PackedWeight
+from radix_mla.models.packed import DenseWeight, PackedWeight, PlainWeight, plain_weight
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -45,13 +45,34 @@ class Linear(nn.Module):
         """
         self._packed = PackedWeight.pack(self.weight, self.bias)
         if self._packed is not None:
-            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+            self.drop_weight()
+
+    def drop_weight(self) -> None:
+        """Frees the parameter once something else holds its values."""
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def plain(self) -> PlainWeight:
+        """`pack`, and what multiplies by the weight from then on."""
+        self.pack()
+        return self._packed or DenseWeight(self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] → [..., out]."""
         if self._packed is not None:
             return self._packed(x)
         return F.linear(x, self.weight, self.bias)
+
+
+def fuse(parts: list[Linear]) -> PlainWeight:
+    """One GEMM for layers of one input, outputs side by side; their own weights are freed."""
+    weight = torch.cat([part.weight for part in parts])
+    bias = None
+    if any(part.bias is not None for part in parts):
+        biases = [p.weight.new_zeros(len(p.weight)) if p.bias is None else p.bias for p in parts]
+        bias = torch.cat(biases)
+    for part in parts:
+        part.drop_weight()
+    return plain_weight(weight, bias)
 
 
 class RMSNorm(nn.Module):
@@ -67,10 +88,25 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self.eps = eps
+        self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def finalize(self) -> None:
+        """Called once, after loading."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            self._scaled = scaled_weight(self.weight.detach(), self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] → the same shape and dtype."""
+        if self._scaled is not None:
+            return rms_norm_scaled(x, *self._scaled)
         return rms_norm(x, self.weight, self.eps)
+
+    def apply_(self, x: torch.Tensor) -> None:
+        """`forward` in place."""
+        if self._scaled is not None:
+            rms_norm_scaled_(x, *self._scaled)
+        else:
+            x.copy_(rms_norm(x, self.weight, self.eps))
 
 
 class Embedding(nn.Module):
@@ -96,13 +132,19 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate, hidden, dtype=dtype, device=device)
+        self._plain: tuple[PlainWeight, PlainWeight] | None = None
 
     def finalize(self) -> None:
         """Called once, after loading."""
-        self.gate_up_proj.pack()
-        self.down_proj.pack()
+        self._plain = (self.gate_up_proj.plain(), self.down_proj.plain())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] → [T, D]."""
         out: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
         return out
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out [T, D] += self(x)."""
+        assert self._plain is not None, "finalize() was not called after loading"
+        gate_up, down = self._plain
+        down.add_to(out, silu_mul(gate_up(x)))

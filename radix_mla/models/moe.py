@@ -11,7 +11,7 @@ from kernels.moe_gate import choose_experts
 from kernels.silu_mul import silu_mul
 from radix_mla.models.hf_config import ModelConfig
 from radix_mla.models.layers import GatedMLP, empty_parameter
-from radix_mla.models.packed import PackedWeight
+from radix_mla.models.packed import DenseWeight, PackedWeight, PlainWeight
 
 
 class Gate(nn.Module):
@@ -59,32 +59,38 @@ class Experts(nn.Module):
         self.num_experts = experts
         self.gate_up_proj = empty_parameter(experts, 2 * inner, hidden, dtype=dtype, device=device)
         self.down_proj = empty_parameter(experts, hidden, inner, dtype=dtype, device=device)
-        self._packed_gate_up: list[PackedWeight] | None = None
-        self._packed_down: list[PackedWeight] | None = None
+        self._plain: list[tuple[PlainWeight, PlainWeight]] = []  # gate_up, down of each expert
 
     def finalize(self) -> None:
         """Packs each of the two stacks where that pays for all of its matrices."""
-        self._packed_gate_up = _pack_all(self.gate_up_proj)
-        self._packed_down = _pack_all(self.down_proj)
+        gate_up, down = _pack_all(self.gate_up_proj), _pack_all(self.down_proj)
+        self._plain = list(
+            zip(
+                gate_up or [DenseWeight(matrix) for matrix in self.gate_up_proj],
+                down or [DenseWeight(matrix) for matrix in self.down_proj],
+                strict=True,
+            )
+        )
         empty = nn.Parameter(self.gate_up_proj.new_empty(0), requires_grad=False)
-        if self._packed_gate_up is not None:
+        if gate_up is not None:
             self.gate_up_proj = empty
-        if self._packed_down is not None:
+        if down is not None:
             self.down_proj = empty
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, D], ids and weights [T, k] → [T, D]."""
-        return run_experts(x, ids, weights, num_experts=self.num_experts, mlp=self._mlp)
+    def add_to(
+        self, out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """out [T, D] += the chosen experts of x [T, D], weighted; ids and weights [T, k]."""
+        if x.shape[0] > 1:
+            out += run_experts(x, ids, weights, num_experts=self.num_experts, mlp=self._mlp)
+            return
+        for expert, weight in zip(ids[0].tolist(), weights[0].tolist(), strict=True):
+            gate_up, down = self._plain[expert]
+            down.add_to(out, silu_mul(gate_up(x)), weight)
 
     def _mlp(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        if self._packed_gate_up is not None:
-            gate_up = self._packed_gate_up[expert](rows)
-        else:
-            gate_up = F.linear(rows, self.gate_up_proj[expert])
-        inner = silu_mul(gate_up)
-        if self._packed_down is not None:
-            return self._packed_down[expert](inner)
-        return F.linear(inner, self.down_proj[expert])
+        gate_up, down = self._plain[expert]
+        return down(silu_mul(gate_up(rows)))
 
 
 def _pack_all(stack: torch.Tensor) -> list[PackedWeight] | None:
@@ -119,11 +125,22 @@ class MoE(nn.Module):
         self.experts.finalize()
         if self.shared_experts is not None:
             self.shared_experts.finalize()
+        self._parts = (
+            self.gate.forward,
+            self.experts.add_to,
+            self.shared_experts.add_to if self.shared_experts is not None else None,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] → [T, D]."""
-        weights, ids = self.gate(x)
-        out: torch.Tensor = self.experts(x, ids, weights)
-        if self.shared_experts is not None:
-            out += self.shared_experts(x)
+        out = torch.zeros_like(x)
+        self.add_to(out, x)
         return out
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """out [T, D] += self(x)."""
+        gate, experts, shared = self._parts
+        weights, ids = gate(x)
+        experts(out, x, ids, weights)
+        if shared is not None:
+            shared(out, x)

@@ -20,11 +20,13 @@ _MAX_EXPONENT = 15  # weights are scaled so that the largest lies in [2^14, 2^15
 class PackedWeight:
     """A weight [N, K] (+ bias [N]) in FBGEMM's fp16 layout, scaled by a power of two."""
 
-    __slots__ = ("_packed", "_unscale")
+    __slots__ = ("_has_bias", "_packed", "_unscale", "_unscale_by")
 
-    def __init__(self, packed: torch.ScriptObject, unscale: float) -> None:
+    def __init__(self, packed: torch.ScriptObject, unscale: float, *, has_bias: bool) -> None:
         self._packed = packed
         self._unscale = unscale
+        self._unscale_by = torch.tensor(unscale)  # a Python number is converted in every call
+        self._has_bias = has_bias
 
     @classmethod
     def pack(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight | None:
@@ -38,13 +40,53 @@ class PackedWeight:
         packed = torch.ops.quantized.linear_prepack_fp16(
             weight.detach() * scale, None if bias is None else bias.detach()
         )
-        return cls(packed, 1.0 / scale)
+        return cls(packed, 1.0 / scale, has_bias=bias is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x fp32 [..., K] → fp32 [..., N]."""
         # Scaling x is exact (a power of two) and cheaper than scaling the product.
-        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x * self._unscale, self._packed)
+        scaled = torch.mul(x, self._unscale_by)
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(scaled, self._packed)
         return out
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> None:
+        """out [M, N] += alpha · self(x), x fp32 [M, K]."""
+        if self._has_bias:
+            out.add_(self(x), alpha=alpha)
+            return
+        product = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        out.add_(product, alpha=alpha * self._unscale)
+
+
+class DenseWeight:
+    """A weight [N, K] (+ bias [N]) as it is, with the interface of `PackedWeight`."""
+
+    __slots__ = ("_bias", "_transposed")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._transposed = weight.detach().transpose(0, 1)
+        self._bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] → [M, N]."""
+        if self._bias is None:
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self._bias, x, self._transposed)
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, alpha: float = 1.0) -> None:
+        """out [M, N] += alpha · self(x), x [M, K]."""
+        if self._bias is None:
+            out.addmm_(x, self._transposed, alpha=alpha)
+        else:
+            out.add_(self(x), alpha=alpha)
+
+
+PlainWeight = PackedWeight | DenseWeight
+
+
+def plain_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PlainWeight:
+    """The faster of the two forms; a call of it is free of `nn.Module`'s."""
+    return PackedWeight.pack(weight, bias) or DenseWeight(weight, bias)
 
 
 def packable(weight: torch.Tensor) -> bool:

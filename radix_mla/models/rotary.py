@@ -34,6 +34,11 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self.scale == 1.0 else (cos * self.scale, sin * self.scale)
 
+    def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos + i·sin, complex64, for `rotate_`: of rows [T, R/2] and of heads [T, 1, R/2]."""
+        turn = torch.complex(*self(positions))
+        return turn, turn[:, None]
+
 
 def inverse_frequencies(dim: int, theta: float, yarn: YarnScaling | None) -> torch.Tensor:
     """fp32 [dim/2]: theta^(-2i/dim), slowed down by `yarn.factor` where waves are long.

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
+
 MAX_RESULT_BYTES = 16 << 20
 _MEMORY_BYTES = 3 << 30  # of address space, beside what the worker itself has
 _MAX_CHILDREN = 4
@@ -222,6 +224,8 @@ def _compile_in_child(pipe: Connection, info: Any, kind: str, text: str) -> None
         warnings = os.pread(log, 4096, 0).decode(errors="replace")
         if "Warning: " in warnings and kind != "structural_tag":
             result = b"e" + readable(warnings).encode()
+        elif not _can_begin(compiled, info.vocab_size):
+            result = b"eno text matches it"
         else:
             result = b"k" + compiled.serialize_json().encode()
     except Exception as error:
@@ -229,6 +233,15 @@ def _compile_in_child(pipe: Connection, info: Any, kind: str, text: str) -> None
     if len(result) > MAX_RESULT_BYTES:
         result = f"eit needs more than {MAX_RESULT_BYTES >> 20} MiB".encode()
     pipe.send_bytes(result)
+
+
+def _can_begin(compiled: Any, vocab_size: int) -> bool:
+    """Whether there is a first token. A grammar whose mask takes too long is found out here too."""
+    import xgrammar
+
+    mask = np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32)
+    xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
+    return bool(mask.any())
 
 
 def readable(text: str) -> str:

@@ -137,6 +137,7 @@ def test_json_strings_hold_no_raw_control_characters(compiler, tokenizer: Tokeni
         (Grammar("regex", r"\Aab"), "not recognized"),
         (Grammar("regex", "("), "parenthesis"),
         (Grammar("ebnf", "root ::= nowhere"), "nowhere"),
+        (Grammar("ebnf", "root ::= root root"), "no text matches"),
         (Grammar("ebnf", "nonsense"), "cannot be used"),
         (Grammar("json_schema", '{"$ref": "#/$defs/x"}'), "defs"),
         (Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), "oneOf"),
