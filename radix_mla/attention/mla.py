@@ -128,7 +128,7 @@ class MLAAttention(nn.Module):
         turns: tuple[torch.Tensor, torch.Tensor],
         ctx: ForwardContext,
     ) -> None:
-        """out [T, D] += attention of hidden [T, D]; turns of ctx.positions, see `RotaryEmbedding`."""
+        """out [T, D] += attention of hidden [T, D]; `turns` of ctx.positions."""
         assert self._weights is not None, "finalize() was not called after loading"
         num_tokens, dims = hidden.shape[0], self.dims
         down = self._down(hidden)

@@ -64,15 +64,22 @@ class Linear(nn.Module):
 
 
 def fuse(parts: list[Linear]) -> PlainWeight:
-    """One GEMM for layers of one input, outputs side by side; their own weights are freed."""
+    """One GEMM for layers of one input, outputs side by side.
+
+    Their own weights become views of the fused one, or empty where that is packed.
+    """
     weight = torch.cat([part.weight for part in parts])
     bias = None
     if any(part.bias is not None for part in parts):
         biases = [p.weight.new_zeros(len(p.weight)) if p.bias is None else p.bias for p in parts]
         bias = torch.cat(biases)
-    for part in parts:
-        part.drop_weight()
-    return plain_weight(weight, bias)
+    plain = plain_weight(weight, bias)
+    sizes = [part.weight.shape[0] for part in parts]
+    for part, view in zip(parts, weight.split(sizes), strict=True):
+        part.weight = nn.Parameter(view, requires_grad=False)
+        if isinstance(plain, PackedWeight):
+            part.drop_weight()
+    return plain
 
 
 class RMSNorm(nn.Module):

@@ -140,7 +140,6 @@ class MoE(nn.Module):
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [T, D] += self(x)."""
         gate, experts, shared = self._parts
-        weights, ids = gate(x)
-        experts(out, x, ids, weights)
+        experts(out, x, *gate(x))
         if shared is not None:
             shared(out, x)

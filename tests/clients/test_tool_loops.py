@@ -43,7 +43,9 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("splice", [False, True], ids=["text", "token_ids"])
+@pytest.mark.parametrize(
+    "splice", [pytest.param(False, marks=pytest.mark.slow), True], ids=["text", "token_ids"]
+)
 @pytest.mark.parametrize(
     "client",
     [
