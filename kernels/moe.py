@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -23,35 +24,22 @@ def run_experts(
     x [T, D]; ids int64 [T, k]; weights fp32 [T, k]. `mlp(e, rows [n, D]) -> [n, D]` is called once
     for every expert that is hit, in order of experts. Returns [T, D] in x's dtype.
     """
-    weights = weights.to(x.dtype)
-    if x.shape[0] == 1:
-        return _run_one(x, ids, weights, mlp)
     num_tokens, top_k = ids.shape
-    flat = ids.reshape(-1)  # [T·k]
-    order = flat.argsort(stable=True)  # (token, expert) pairs by expert
-    counts = flat.bincount(minlength=num_experts).tolist()
-    rows = x.index_select(0, order // top_k)  # [T·k, D]
-    out = torch.empty_like(rows)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            out[start : start + count] = mlp(expert, rows[start : start + count])
-            start += count
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
+    # Index arithmetic on the host: the counts are needed there, and few tokens are mostly calls.
+    flat = ids.reshape(-1).cpu().numpy()  # [T·k]
+    order = flat.argsort(kind="stable")  # (token, expert) pairs by expert
+    counts = np.bincount(flat, minlength=num_experts).tolist()
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    rows = x.index_select(0, torch.from_numpy(order // top_k).to(x.device))  # [T·k, D]
+    hit = [expert for expert, count in enumerate(counts) if count]
+    parts = rows.split([counts[expert] for expert in hit])
+    out = torch.cat([mlp(expert, part) for expert, part in zip(hit, parts, strict=True)])
     # One pass that gathers each token's k rows and adds them up, weighted.
     total: torch.Tensor = F.embedding_bag(
-        place.view(num_tokens, top_k), out, mode="sum", per_sample_weights=weights
+        torch.from_numpy(place.reshape(num_tokens, top_k)).to(x.device),
+        out,
+        mode="sum",
+        per_sample_weights=weights.to(x.dtype),
     )
     return total
-
-
-def _run_one(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, mlp: ExpertMLP
-) -> torch.Tensor:
-    """The same for T = 1, without sorting: a decode step is dominated by the number of calls."""
-    pairs = sorted(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
-    out: torch.Tensor = mlp(pairs[0][0], x) * pairs[0][1]
-    for expert, weight in pairs[1:]:
-        out.add_(mlp(expert, x), alpha=weight)
-    return out

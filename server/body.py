@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from radix_mla.errors import InvalidRequest
 from server.errors import HttpError
@@ -43,7 +44,7 @@ async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
         try:
             async with asyncio.timeout(_BODY_SILENCE_S):
                 piece = await anext(stream, None)
-        except TimeoutError:
+        except (TimeoutError, ClientDisconnect):  # who is gone will not read this
             raise HttpError(408, "The request body did not arrive.", code="timeout") from None
         if piece is None:
             return bytes(body)
@@ -65,13 +66,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(
             f"The body is not valid JSON in UTF-8: {error}", code="invalid_json"
         ) from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
-        raise _too_deep()
+    check_nesting_and_nul(body, value)
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
-    if b"\\u0000" in body and _has_nul(value):
-        raise InvalidRequest("The body has text with a NUL character.", code="invalid_json")
     return value
+
+
+def check_nesting_and_nul(text: bytes, value: object) -> None:
+    """Checks what `text` was decoded to. Raises InvalidRequest."""
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+        raise _too_deep()
+    if b"\\u0000" in text and _has_nul(value):
+        raise InvalidRequest("The body has text with a NUL character.", code="invalid_json")
 
 
 def _check_media_type(content_type: str | None) -> None:

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from radix_mla.errors import Overloaded
 from server.metrics import Metrics
@@ -14,6 +15,7 @@ from server.metrics import Metrics
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 65_536
 HEADER_TIMEOUT_S = 60.0
+MAX_PIPELINED = 16
 _RETRY_AFTER_S = 2
 
 
@@ -44,13 +46,18 @@ def _full(what: str, knob: str) -> Overloaded:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with bounds on header count, header bytes and header time."""
+    """uvicorn's httptools protocol with bounds on header count, header bytes and header time.
+
+    Also tells the request that runs that its client is gone when others wait behind it on the
+    connection: uvicorn stops reading then, and would tell only the newest.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._header_bytes = 0
         self._in_headers = True
         self._header_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,6 +65,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -81,6 +92,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # a closed connection is seen by reading only
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         """As the parser's own refusal, in the error shape of everything else."""

@@ -26,17 +26,21 @@ def attend_absorbed(
 ) -> None:
     """Fills out[plan.tokens]; q [T, H, P + R], out [T, H, V]. The step's rows are in the pool."""
     w_uk, w_uv = weights
-    nope, latent = w_uk.shape[1:]
-    q = q[plan.tokens]
-    q_abs = ctx.workspace.absorbed_queries(q.shape[0])  # [t, H, L + R]
+    _, nope, latent = w_uk.shape
+    tokens = plan.tokens
+    whole = isinstance(tokens, slice) and tokens.stop - tokens.start == q.shape[0]
+    if not whole:
+        q = q[tokens]
+    q_abs, of_latent, of_rope = ctx.workspace.absorbed_views(q.shape[0])
     q_nope = q[..., :nope].transpose(0, 1)  # [H, t, P]
-    torch.bmm(q_nope, w_uk, out=q_abs[..., :latent].transpose(0, 1))
-    q_abs[..., latent:] = q[..., nope:]
+    # Not straight into place: with such a result bmm falls back to one GEMM a head.
+    of_latent.copy_(torch.bmm(q_nope, w_uk))
+    of_rope.copy_(q[..., nope:])
     o_latent = ctx.backend.run_mqa(
         plan.work, q_abs, ctx.pool.layer(layer), ctx.workspace.rows(), latent, scale
     ).out  # [t, H, L]
-    if isinstance(plan.tokens, slice):
-        target = out[plan.tokens].transpose(0, 1)  # [H, t, V]
+    if isinstance(tokens, slice):
+        target = (out if whole else out[tokens]).transpose(0, 1)  # [H, t, V]
         torch.bmm(o_latent.transpose(0, 1), w_uv.transpose(1, 2), out=target)
     else:
-        out[plan.tokens] = torch.bmm(o_latent.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        out[tokens] = torch.bmm(o_latent.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)

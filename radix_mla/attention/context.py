@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Frozen for the step and given to every layer. positions, slots int64 [T] on the device."""
+    """Frozen for the step and given to every layer. positions, slots int64 [T] on the device.
+
+    `first_slot`: slots are first_slot, first_slot + 1, ...; None where they are not.
+    """
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -28,10 +31,14 @@ class ForwardContext:
     pool: KVPool
     workspace: Workspace
     backend: AttentionBackend
+    first_slot: int | None = None
 
     def write(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """Stores the new tokens' rows [T, L + R]; returns them as stored, in their own dtype."""
-        self.pool.write(layer, self.slots, rows)
+        if self.first_slot is None:
+            self.pool.write(layer, self.slots, rows)
+        else:
+            self.pool.write_run(layer, self.first_slot, rows)
         return self.pool.layout.as_stored(rows)
 
     def attend(
@@ -42,7 +49,8 @@ class ForwardContext:
         q [T, H, P + R], rope applied; rows [T, L + R] from `write`. Returns [T, H, V].
         """
         plan = self.plan
-        out = q.new_empty(q.shape[0], q.shape[1], weights.w_uv.shape[1])  # [T, H, V]
+        shape = (q.shape[0], q.shape[1], weights.w_uv.shape[1])
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)  # [T, H, V]
         if plan.absorbed is not None:
             attend_absorbed(self, layer, plan.absorbed, q, weights, scale, out)
         if plan.non_absorbed is not None:

@@ -26,14 +26,22 @@ class Piece(NamedTuple):
 
 
 def row_pieces(
-    page_table: np.ndarray, num_rows: int, page_size: int, device: torch.device | str
+    page_table: np.ndarray,
+    num_rows: int,
+    page_size: int,
+    device: torch.device | str,
+    *,
+    gather: bool = False,
 ) -> list[Piece]:
-    """The rows [0, num_rows) of a sequence in order; page_table int32, num_rows > 0."""
+    """The rows [0, num_rows) of a sequence in order; page_table int32, num_rows > 0.
+
+    `gather`: one piece, also where that moves long runs.
+    """
     pages = page_table[: -(-num_rows // page_size)]
     starts = np.flatnonzero(np.diff(pages) != 1) + 1
     if len(starts) == 0:
         return [Piece(num_rows, int(pages[0]) * page_size, None)]
-    if len(starts) >= _MAX_RUNS:
+    if gather or len(starts) >= _MAX_RUNS:
         return [_gathered(page_table, 0, num_rows, page_size, device)]
     bounds = [0, *(starts * page_size).tolist(), num_rows]
     pieces: list[Piece] = []

@@ -98,7 +98,7 @@ def _attend_spans(
         scores = _scores(q[0], rows, scale)
         if lse is not None:
             lse[0] = torch.logsumexp(scores, dim=-1)
-        _weigh(torch.softmax(scores, dim=-1).to(q.dtype), rows, out[0])
+        _weigh(_softmax(scores, q.dtype), rows, out[0])
         return
     num_rows = sum(len(rows) for _, rows in spans)
     step = max(1, min(num_q, _MAX_SCORES // (heads * num_rows)))
@@ -114,21 +114,49 @@ def _attend_spans(
         _hide_later_rows(scores.view(stop - start, heads, -1), visible, context + start)
         if lse is not None:
             lse[start:stop] = torch.logsumexp(scores, dim=-1).view(-1, heads)
-        weights = torch.softmax(scores, dim=-1).to(q.dtype)
+        weights = _softmax(scores, q.dtype)
         _weigh(weights, [rows for _, rows in visible], out[start:stop].view(-1, out.shape[-1]))
+
+
+def attend_padded(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    scratch: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fills out [B, H, L] for B sequences of one query each, q [B, H, W], in one batch.
+
+    slots int64 [B · n]: the rows of each, padded to n with any that are written; mask fp32
+    [B, 1, n]: -inf at the padding, else 0.
+    """
+    batch, _, num_rows = mask.shape
+    if len(slots) > len(scratch):
+        scratch = torch.empty(len(slots), q.shape[2], dtype=q.dtype, device=q.device)
+    rows = kv_gather(pool, slots, scratch[: len(slots)]).view(batch, num_rows, -1)
+    mask = mask if q.dtype == torch.float32 else mask.to(q.dtype)
+    scores = torch.baddbmm(mask, q, rows.transpose(1, 2), alpha=scale)  # [B, H, n]
+    torch.bmm(_softmax(scores, q.dtype), rows[..., : out.shape[-1]], out=out)
+
+
+def _softmax(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    return weights if dtype == torch.float32 else weights.to(dtype)
 
 
 def _scores(q: torch.Tensor, rows: list[torch.Tensor], scale: float) -> torch.Tensor:
     """fp32 [M, n] = scale · q [M, W] · rowsᵀ, columns of the row blocks side by side."""
-    if len(rows) == 1:
-        return torch.mm(q, rows[0].t()).float().mul_(scale)
-    scores = q.new_empty(q.shape[0], sum(len(block) for block in rows))
+    total = sum(block.shape[0] for block in rows)
+    scores = torch.empty(q.shape[0], total, dtype=q.dtype, device=q.device)
     first = 0
     for block in rows:
-        columns = scores[:, first : first + len(block)]
-        torch.addmm(columns, q, block.t(), beta=0, alpha=scale, out=columns)
-        first += len(block)
-    return scores.float()
+        last = first + block.shape[0]
+        columns = scores if len(rows) == 1 else scores[:, first:last]
+        torch.addmm(columns, q, block.transpose(0, 1), beta=0, alpha=scale, out=columns)
+        first = last
+    return scores if scores.dtype == torch.float32 else scores.float()
 
 
 def _hide_later_rows(scores: torch.Tensor, visible: list[Span], position: int) -> None:
@@ -149,6 +177,6 @@ def _weigh(weights: torch.Tensor, rows: list[torch.Tensor], out: torch.Tensor) -
     """out [M, L] = weights [M, n] · the first L values of the rows."""
     latent, first = out.shape[1], 0
     for block in rows:
-        part = weights[:, first : first + len(block)]
+        part = weights if len(rows) == 1 else weights[:, first : first + len(block)]
         torch.addmm(out, part, block[:, :latent], beta=float(first > 0), out=out)
         first += len(block)

@@ -17,9 +17,12 @@ from kernels.merge_lse import merge_lse_
 from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial
 from radix_mla.attention.row_pieces import Piece, row_pieces
 from radix_mla.attention.shared_prefix import find_shared
-from radix_mla.attention.torch_absorbed import attend_pieces
+from radix_mla.attention.torch_absorbed import attend_padded, attend_pieces
+from radix_mla.cache.kv_pool import slots_of
 
 _QUERY_BLOCK = 256
+_SHORT = 256  # rows; below, one padded batch beats the calls of one sequence after the other
+_GATHER_QUERIES = 4  # from these on one GEMM over gathered rows beats several over runs in place
 _MAX_SCORES = 1 << 22  # elements of a block of scores: 16 MB in fp32
 _EMPTY = float("-inf")
 
@@ -42,23 +45,45 @@ class TorchBackend:
         self._flash = device == "cpu" if flash is None else flash
         self._tails: list[list[Piece]] = []  # of each sequence: its rows outside shared passes
         self._shared: list[tuple[torch.Tensor, list[Piece]]] = []  # tokens int64, their rows
+        self._padded: tuple[torch.Tensor, torch.Tensor] | None = None  # all decode, all short
         self._planned: MQAWork | None = None
 
     def plan(self, mha: list[MHAWork], mqa: MQAWork | None) -> None:
-        self._planned, self._tails, self._shared = mqa, [], []
+        self._planned, self._tails, self._shared, self._padded = mqa, [], [], None
         if mqa is None:
             return
         size = mqa.page_size
-        shared = find_shared(mqa.page_tables, mqa.kv_lens - np.diff(mqa.cu_q), size)
-        for table, length, first in zip(
-            mqa.page_tables, mqa.kv_lens.tolist(), shared.tails, strict=True
+        num_q = np.diff(mqa.cu_q)
+        short = (num_q == 1) & (mqa.kv_lens <= _SHORT)
+        if len(num_q) > 1 and short.all() and not mqa.with_lse:
+            self._padded = self._pad(mqa)
+            return
+        shared = find_shared(mqa.page_tables, mqa.kv_lens - num_q, size)
+        for table, length, first, queries in zip(
+            mqa.page_tables, mqa.kv_lens.tolist(), shared.tails, num_q.tolist(), strict=True
         ):
-            self._tails.append(row_pieces(table[first:], length - first * size, size, self.device))
+            pages, num_rows = table[first:], length - first * size
+            gather = queries >= _GATHER_QUERIES
+            self._tails.append(row_pieces(pages, num_rows, size, self.device, gather=gather))
         for members, first, last in shared.passes:
             pages = mqa.page_tables[members[0]][first:last]
             pieces = row_pieces(pages, len(pages) * size, size, self.device)
             tokens = np.concatenate([np.arange(mqa.cu_q[i], mqa.cu_q[i + 1]) for i in members])
             self._shared.append((torch.from_numpy(tokens).to(self.device), pieces))
+
+    def _pad(self, mqa: MQAWork) -> tuple[torch.Tensor, torch.Tensor]:
+        """slots int64 [B · n] and mask fp32 [B, 1, n] for `attend_padded`, n the longest length."""
+        longest = int(mqa.kv_lens.max())
+        seen = np.arange(longest) < mqa.kv_lens[:, None]  # [B, n]
+        slots = np.stack(
+            [
+                np.resize(slots_of(table, 0, length, mqa.page_size), longest)  # repeats to the end
+                for table, length in zip(mqa.page_tables, mqa.kv_lens.tolist(), strict=True)
+            ]
+        )
+        mask = np.where(seen, np.float32(0), np.float32(_EMPTY))[:, None]
+        to = self.device
+        return torch.from_numpy(slots.reshape(-1)).to(to), torch.from_numpy(mask).to(to)
 
     def run_mha(
         self, work: MHAWork, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -120,9 +145,16 @@ class TorchBackend:
     ) -> Partial:
         assert work is self._planned, "run_mqa with work that was not planned for this step"
         heads = q.shape[1]
-        out = q.new_empty(q.shape[0], heads, latent)
+        out = torch.empty(q.shape[0], heads, latent, dtype=q.dtype, device=q.device)
         with_lse = work.with_lse or bool(self._shared)
         lse = torch.empty(q.shape[:2], device=q.device)
+        if self._padded is not None:
+            slots, mask = self._padded
+            attend_padded(q, pool, slots, mask, scratch, scale, out)
+            return Partial(out, lse)
+        if len(self._tails) == 1 and not with_lse:
+            attend_pieces(q, pool, self._tails[0], scratch, scale, out)
+            return Partial(out, lse)
         cu_q = work.cu_q.tolist()
         for i, pieces in enumerate(self._tails):
             rows = slice(cu_q[i], cu_q[i + 1])

@@ -60,6 +60,7 @@ class Workspace:
         self._k = torch.zeros(heads, width, self.k_width, dtype=dtype, device=device)
         self._v = torch.zeros(heads, width, self.v_width, dtype=dtype, device=device)
         self._q_abs = torch.empty(step_tokens, heads, dims.row, dtype=dtype, device=device)
+        self._views = self._absorbed_views(0)
 
     @property
     def num_bytes(self) -> int:
@@ -80,3 +81,16 @@ class Workspace:
     def absorbed_queries(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, H, L + R], contiguous, content undefined."""
         return self._q_abs[:num_tokens]
+
+    def absorbed_views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`absorbed_queries` [t, H, L + R], its latent part as [H, t, L], its rope part [t, H, R].
+
+        The last answer is kept: all layers of a step ask for the same.
+        """
+        if len(self._views[0]) != num_tokens:
+            self._views = self._absorbed_views(num_tokens)
+        return self._views
+
+    def _absorbed_views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, latent = self.absorbed_queries(num_tokens), self.dims.latent
+        return q, q[..., :latent].transpose(0, 1), q[..., latent:]

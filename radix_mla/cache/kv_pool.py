@@ -64,6 +64,10 @@ class KVPool:
         """Stores rows [N, L + R] (any float dtype, rounded here) at slots int64 [N]."""
         latent_write(self._layers[layer], slots, rows)
 
+    def write_run(self, layer: int, first: int, rows: torch.Tensor) -> None:
+        """`write` to the slots [first, first + N)."""
+        self._layers[layer][first : first + rows.shape[0]] = rows
+
     def gather(self, layer: int, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Reads the rows at slots int64 [N] into out [N, L + R], in out's dtype; returns out."""
         return kv_gather(self._layers[layer], slots, out)

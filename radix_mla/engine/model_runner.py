@@ -97,6 +97,7 @@ class ModelRunner:
             pool=self.pool,
             workspace=self.workspace,
             backend=self.backend,
+            first_slot=int(batch.slots[0]) if _is_run(batch.slots) else None,
         )
         tokens = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
         hidden = self._model(torch.from_numpy(tokens).to(self._device), ctx)  # [T, D]
@@ -152,3 +153,8 @@ class ModelRunner:
             owner = np.repeat(np.arange(len(asked)), asked)
             finite[owner[bad_logits]] = False
         return finite
+
+
+def _is_run(slots: np.ndarray) -> bool:
+    """Whether int64 [T] slots follow one another; T > 0."""
+    return len(slots) == 1 or bool((np.diff(slots) == 1).all())

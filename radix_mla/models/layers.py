@@ -152,6 +152,8 @@ class GatedMLP(nn.Module):
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [T, D] += self(x)."""
-        assert self._plain is not None, "finalize() was not called after loading"
+        if self._plain is None:  # before `finalize`
+            out += self(x)
+            return
         gate_up, down = self._plain
         down.add_to(out, silu_mul(gate_up(x)))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kernels.moe import run_experts
-from kernels.moe_gate import choose_experts
+from kernels.moe_gate import choose_experts, choose_experts_host
 from kernels.silu_mul import silu_mul
 from radix_mla.models.hf_config import ModelConfig
 from radix_mla.models.layers import GatedMLP, empty_parameter
 from radix_mla.models.packed import DenseWeight, PackedWeight, PlainWeight
+
+_FEW_TOKENS = 32  # up to these the calls of a choice cost more than its arithmetic
 
 
 class Gate(nn.Module):
@@ -28,23 +31,29 @@ class Gate(nn.Module):
             if config.topk_method == "noaux_tc"
             else None
         )
-        self._config = config
+        bias = self.e_score_correction_bias
+        self._bias = None if bias is None else bias.detach()
+        self._plain = DenseWeight(self.weight)
+        grouped = config.topk_method != "greedy"
+        self._rule: dict[str, Any] = {
+            "top_k": config.num_experts_per_tok,
+            "scoring": config.scoring_func,
+            "n_group": config.n_group if grouped else 1,
+            "topk_group": config.topk_group if grouped else 1,
+            "group_score": "top2_sum" if config.topk_method == "noaux_tc" else "max",
+            "renormalize": config.norm_topk_prob,
+            "scale": config.routed_scaling_factor,
+        }
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, D] → (weights fp32 [T, k], ids int64 [T, k])."""
-        config = self._config
-        grouped = config.topk_method != "greedy"
-        return choose_experts(
-            F.linear(x.float(), self.weight),
-            top_k=config.num_experts_per_tok,
-            scoring=config.scoring_func,
-            bias=self.e_score_correction_bias,
-            n_group=config.n_group if grouped else 1,
-            topk_group=config.topk_group if grouped else 1,
-            group_score="top2_sum" if config.topk_method == "noaux_tc" else "max",
-            renormalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
+        bias, rule = self._bias, self._rule
+        logits = self._plain(x if x.dtype == torch.float32 else x.float())
+        if not logits.is_cpu or logits.shape[0] > _FEW_TOKENS:
+            return choose_experts(logits, bias=bias, **rule)
+        host_bias = None if bias is None else bias.numpy()
+        weights, ids = choose_experts_host(logits.numpy(), bias=host_bias, **rule)
+        return torch.from_numpy(weights), torch.from_numpy(ids)
 
 
 class Experts(nn.Module):
@@ -59,23 +68,25 @@ class Experts(nn.Module):
         self.num_experts = experts
         self.gate_up_proj = empty_parameter(experts, 2 * inner, hidden, dtype=dtype, device=device)
         self.down_proj = empty_parameter(experts, hidden, inner, dtype=dtype, device=device)
-        self._plain: list[tuple[PlainWeight, PlainWeight]] = []  # gate_up, down of each expert
+        self._plain = self._pairs(None, None)
 
     def finalize(self) -> None:
         """Packs each of the two stacks where that pays for all of its matrices."""
         gate_up, down = _pack_all(self.gate_up_proj), _pack_all(self.down_proj)
-        self._plain = list(
-            zip(
-                gate_up or [DenseWeight(matrix) for matrix in self.gate_up_proj],
-                down or [DenseWeight(matrix) for matrix in self.down_proj],
-                strict=True,
-            )
-        )
+        self._plain = self._pairs(gate_up, down)
         empty = nn.Parameter(self.gate_up_proj.new_empty(0), requires_grad=False)
         if gate_up is not None:
             self.gate_up_proj = empty
         if down is not None:
             self.down_proj = empty
+
+    def _pairs(
+        self, gate_up: list[PackedWeight] | None, down: list[PackedWeight] | None
+    ) -> list[tuple[PlainWeight, PlainWeight]]:
+        """(gate_up, down) of each expert; where not packed, views of the parameter."""
+        first = gate_up or [DenseWeight(matrix) for matrix in self.gate_up_proj]
+        second = down or [DenseWeight(matrix) for matrix in self.down_proj]
+        return list(zip(first, second, strict=True))
 
     def add_to(
         self, out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -119,17 +130,18 @@ class MoE(nn.Module):
         self.shared_experts = (
             GatedMLP(config.hidden_size, inner, dtype=dtype, device=device) if inner else None
         )
+        # Bound methods spare a decode step the calls of `nn.Module`.
+        self._parts = (
+            self.gate.forward,
+            self.experts.add_to,
+            self.shared_experts.add_to if self.shared_experts is not None else None,
+        )
 
     def finalize(self) -> None:
         """Called once, after loading."""
         self.experts.finalize()
         if self.shared_experts is not None:
             self.shared_experts.finalize()
-        self._parts = (
-            self.gate.forward,
-            self.experts.add_to,
-            self.shared_experts.add_to if self.shared_experts is not None else None,
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, D] → [T, D]."""
@@ -140,6 +152,7 @@ class MoE(nn.Module):
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [T, D] += self(x)."""
         gate, experts, shared = self._parts
-        experts(out, x, *gate(x))
+        weights, ids = gate(x)
+        experts(out, x, ids, weights)
         if shared is not None:
             shared(out, x)

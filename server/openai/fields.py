@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from radix_mla.errors import InvalidRequest
+from server.body import check_nesting_and_nul
 
 IGNORED = frozenset(
     (
@@ -140,7 +141,9 @@ def _with_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(value, str) and name not in _TEXT_FIELDS:
             # Text that is no JSON stays text: the schema will say what is wrong with it.
             with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-                value = msgspec.json.decode(value.encode())
+                text = value.encode()
+                value = msgspec.json.decode(text)
+                check_nesting_and_nul(text, value)
         merged.setdefault(name, value)
     return merged
 

@@ -180,3 +180,16 @@ async def test_fields_are_read_from_metadata_too(harness: Harness) -> None:
     near = await harness.chat(metadata={"radix_mla.cache_slat": "x"})
     assert near.status_code == 400
     assert (await harness.chat(metadata="text")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [('["a\\u0000b"]', "invalid_json"), ("[" * 65 + "]" * 65, "nesting_too_deep")],
+)
+async def test_metadata_does_not_bypass_the_limits_of_a_body(
+    harness: Harness, value: str, code: str
+) -> None:
+    response = await harness.chat(metadata={"radix_mla.stop": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == code
+    assert harness.engine.requests == []

@@ -158,6 +158,39 @@ async def test_t09_a_closed_socket_aborts(tokenizer: Tokenizer, stream: bool) ->
         )
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_t09_a_closed_socket_aborts_though_requests_wait_behind_on_it(
+    tokenizer: Tokenizer, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(lambda request, index: Script(hold=True))
+    async with _serve(Harness(engine, tokenizer)) as running:
+        body = json.dumps({"prompt": "a", "stream": stream}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(_post(body) * 3)
+        await engine.submitted.wait()
+        writer.close()
+        async with asyncio.timeout(1):
+            await engine.aborted.wait()
+        assert await running.harness.metric("radix_mla_requests_running") == 0
+        assert len(engine.requests) == 1
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_x06_a_client_that_leaves_within_its_body_is_no_error_of_the_server(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _serve(Harness(_says(tokenizer), tokenizer)) as running:
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(_post(b'{"prompt": "a"}')[:-5])
+        await writer.drain()
+        writer.close()
+        answer = await running.client.completions.create(model="demo", prompt="a")
+        assert answer.choices
+    rejected = await running.harness.metric("radix_mla_rejections_total", reason="invalid_request")
+    assert rejected == 1  # uvicorn has waited for the handler
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def _post(body: bytes, extra: bytes = b"") -> bytes:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return head + extra + b"content-length: %d\r\n\r\n" % len(body) + body
