@@ -33,7 +33,7 @@ def run_experts(
     place[order] = np.arange(len(order))
     rows = x.index_select(0, torch.from_numpy(order // top_k).to(x.device))  # [T·k, D]
     hit = [expert for expert, count in enumerate(counts) if count]
-    parts = rows.split([counts[expert] for expert in hit])
+    parts = torch.split(rows, [counts[expert] for expert in hit])
     out = torch.cat([mlp(expert, part) for expert, part in zip(hit, parts, strict=True)])
     # One pass that gathers each token's k rows and adds them up, weighted.
     total: torch.Tensor = F.embedding_bag(

@@ -29,5 +29,7 @@ def rotate_(x: torch.Tensor, turn: torch.Tensor) -> None:
     if x.dtype == torch.float32 and even:
         torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turn)
         return
-    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(
+        x.float().reshape(*x.shape[:-1], x.shape[-1] // 2, 2).contiguous()
+    )
     x.copy_(torch.view_as_real(pairs * turn).view(x.shape))

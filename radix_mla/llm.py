@@ -20,6 +20,7 @@ from radix_mla.config import EngineConfig
 from radix_mla.engine.outputs import SequenceOutput, TokenLogprobs
 from radix_mla.errors import ContextOverflow, InvalidRequest, RadixMlaError
 from radix_mla.request import FinishReason, Grammar, Request, SamplingParams
+from radix_mla.sampling.ranges import check_ranges
 
 if TYPE_CHECKING:
     from radix_mla.engine.build import Progress
@@ -142,6 +143,7 @@ class LLM:
             for prompt in _as_list(prompts):
                 ids = self._encode(prompt)
                 own = params if params is not None else self._params(sampling, len(ids))
+                check_ranges(own)
                 request = Request(
                     request_id=f"llm-{self._num_requests}",
                     prompt=np.asarray(ids, dtype="<i4").tobytes(),
@@ -175,7 +177,12 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            ids = np.asarray(prompt)
+            if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+                raise InvalidRequest("prompts must be texts or lists of token ids", param="prompts")
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise InvalidRequest("prompt has ids that no vocabulary has", param="prompts")
+            return [int(token_id) for token_id in ids]
         if self.tokenizer is None:
             raise InvalidRequest(
                 f"{self.info['model']} has no tokenizer: give token ids", param="prompts"

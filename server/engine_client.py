@@ -203,6 +203,8 @@ class ChannelEngineClient:
     async def _call(self, make: Callable[[int], Flush | Audit]) -> dict[str, Any]:
         if self._dead is not None:
             raise self._dead
+        if (problem := self.problem) is not None:  # it would wait for an answer that may never come
+            raise EngineDead(problem)
         self._num_calls += 1
         call_id = self._num_calls
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

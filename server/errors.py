@@ -124,7 +124,7 @@ def describe(error: BaseException) -> Problem:
         case RequestValidationError():
             return Problem(400, "The request is not valid.", "invalid_request_error")
         case EngineDead():
-            text = "The engine process is gone; this server needs a restart."
+            text = "The engine is gone or does not answer; GET /health says which."
             return Problem(503, text, "server_error", None, "engine_dead")
         case RequestFailed():
             return Problem(500, str(error), "server_error", None, "request_failed")

@@ -75,7 +75,7 @@ def fuse(parts: list[Linear]) -> PlainWeight:
         bias = torch.cat(biases)
     plain = plain_weight(weight, bias)
     sizes = [part.weight.shape[0] for part in parts]
-    for part, view in zip(parts, weight.split(sizes), strict=True):
+    for part, view in zip(parts, torch.split(weight, sizes), strict=True):
         part.weight = nn.Parameter(view, requires_grad=False)
         if isinstance(plain, PackedWeight):
             part.drop_weight()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,8 +85,10 @@ class Experts(nn.Module):
         self, gate_up: list[PackedWeight] | None, down: list[PackedWeight] | None
     ) -> list[tuple[PlainWeight, PlainWeight]]:
         """(gate_up, down) of each expert; where not packed, views of the parameter."""
-        first = gate_up or [DenseWeight(matrix) for matrix in self.gate_up_proj]
-        second = down or [DenseWeight(matrix) for matrix in self.down_proj]
+        first: Sequence[PlainWeight] = gate_up or [
+            DenseWeight(matrix) for matrix in self.gate_up_proj
+        ]
+        second: Sequence[PlainWeight] = down or [DenseWeight(matrix) for matrix in self.down_proj]
         return list(zip(first, second, strict=True))
 
     def add_to(

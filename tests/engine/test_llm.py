@@ -151,3 +151,32 @@ def test_without_a_tokenizer_only_token_ids_are_served(tmp_path: Path) -> None:
         assert not llm.engine.has_work
     with pytest.raises(RadixMlaError, match="closed"):
         llm.generate([3])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True], [3, 2**40], [-1], [[[3]]]])
+def test_what_is_no_token_id_is_refused_not_rounded(llm: LLM, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([prompt])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", 2.0),
+        ("top_k", -3),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("logit_bias", {5: float("nan")}),
+    ],
+)
+def test_sampling_values_without_meaning_are_refused(llm: LLM, name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        llm.generate([3], SamplingParams(**{"max_tokens": 1, name: value}))
+    with pytest.raises(InvalidRequest, match=name):
+        llm.generate([3], **{name: value})
+    assert not llm.engine.has_work

@@ -203,6 +203,14 @@ async def test_x08_silence_and_stuck_steps_are_problems(rig: Rig) -> None:
     assert "step" in str(rig.client.problem)
 
 
+async def test_x08_flush_and_audit_do_not_wait_for_a_silent_engine(rig: Rig) -> None:
+    rig.process.heartbeat_age_s = 6.0
+    for call in (rig.client.flush(None), rig.client.audit()):
+        with pytest.raises(EngineDead, match="silent"):
+            await call
+    assert rig.channel.sent == []
+
+
 @pytest.mark.parametrize("which", ["heartbeat_age_s", "step_age_s"])
 async def test_x08_a_stuck_engine_is_ended_and_pending_requests_fail(rig: Rig, which: str) -> None:
     stream = rig.client.submit([_request()])
