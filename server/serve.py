@@ -112,19 +112,29 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._told_twice = False
+        self._expired = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Overrides uvicorn's, which would raise the signal again after the shutdown."""
         if self._service.lifecycle.draining:
-            self.should_exit = self.force_exit = True
-            _silence_uvicorn()
+            self._told_twice = True
+            self.force_exit = self.should_exit  # past the last tick: at once
         else:
             self._service.lifecycle.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: ends the drain when nothing runs any more or its time is over."""
+        """Ten times a second: ends the drain when nothing runs any more or its time is over.
+
+        Told twice, it gives pending requests one tick for their error, then leaves.
+        """
         service = self._service
-        if service.lifecycle.draining and not self.should_exit:
+        if self._told_twice:
+            self.should_exit = self.force_exit = self._expired
+            service.expire_generations()
+            self._expired = True
+            _silence_uvicorn()
+        elif service.lifecycle.draining and not self.should_exit:
             if service.lifecycle.drain_left_s == 0:
                 service.expire_generations()
                 self.should_exit = True

@@ -108,9 +108,9 @@ def test_eviction_and_retraction_happen_and_change_nothing(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int
 ) -> None:
     """A pool for three or four at a time, and outputs that outgrow the reserve."""
-    want = reference(24, 6, 40)
+    want = reference(40, 8, 30)
     small = engine(page_size=page_size, kv_cache_tokens=576, max_num_batched_tokens=128)
-    have = run(small, requests(24, 6, 40), after_step=small.cache.audit)
+    have = run(small, requests(40, 8, 30), after_step=small.cache.audit)
     assert_equal_runs(want, have)
     assert small.stats().retractions > 0
     assert sum(small.cache.evicted_tokens.values()) > 0

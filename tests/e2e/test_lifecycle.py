@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -120,3 +121,20 @@ def test_a_bad_model_is_one_clear_line_before_the_port_opens(tmp_path: Path) -> 
     assert "GPT2LMHeadModel" in text
     assert "Traceback" not in text
     assert text.startswith("server exited 1")
+
+
+def test_a_second_sigterm_answers_in_the_error_shape_and_leaves(tiny_model: Path) -> None:
+    with serve(tiny_model) as server, ThreadPoolExecutor(1) as pool:
+        engine = engine_of(server)
+        body = {"model": "tiny", **LONG, "n": 8}
+        pending = pool.submit(server.request, "POST", "/v1/completions", body)
+        wait_for(lambda: server.metrics().total("requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.request("GET", "/ready")[0] == 503)
+        server.process.send_signal(signal.SIGTERM)
+        status, value = pending.result(10)
+        assert status == 503
+        assert value["error"]["message"]
+        assert server.process.wait(10) == 130
+        wait_for(lambda: not engine.is_running())
+        assert "Traceback" not in server.output()

@@ -283,5 +283,7 @@ async def test_a_second_signal_ends_at_once(tokenizer: Tokenizer) -> None:
         running.server.handle_exit(signal.SIGTERM, None)
         assert not running.server.should_exit
         running.server.handle_exit(signal.SIGINT, None)
+        assert not await running.server.on_tick(1), "a tick for the errors of what is pending"
+        assert await running.server.on_tick(2)
         assert running.server.should_exit
         assert running.server.force_exit
