@@ -35,7 +35,8 @@ class Rates:
     call_s: float
 
 
-# AVX2, fp32, 2 threads: `python tests/bench/bench_attention.py`. Only the ratios choose.
+# Round figures for AVX2 and fp32 that put the crossing near 180 new tokens, where noisy runs of
+# tests/bench/bench_attention.py had it. Not a calibration; only the ratios choose.
 CPU_RATES = Rates(
     absorbed=95e9, attention=75e9, one_shot=72e9, gemm=100e9, bytes_per_s=8e9, call_s=30e-6
 )
