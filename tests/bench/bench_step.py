@@ -1,13 +1,13 @@
-"""Engine steps of a dummy model, without scheduler and HTTP: one JSON line a case.
+"""Engine steps of a model, without scheduler and HTTP: one JSON line a case.
 
-usage: bench_step.py [--config FILE] [--threads 2] [--runs 7] [--profile prefill|extend|decode]
+usage: bench_step.py [--model FOLDER] [--dummy] [--threads 2] [--runs 7] [--profile CASE]
 prefill   cold tokens; `gemm_share`: model FLOPs (2 · active parameters a token + 640 · H a causal
           (query, key) pair and layer, at the true head dims) over the step's time, as a share of
           what a 2048³ product reaches, timed in turn with the steps. Minima of `runs`.
 extend    16 new tokens on a cached prefix
 decode    one token of each of `batch` sequences
 `cpu_ms` is the process's CPU time over all threads: on a shared machine it is the steadier figure.
-Without --config the model is the bundled one's shape.
+Without --model it is the bundled one; --dummy: random weights of the config's shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,44 +32,20 @@ from radix_mla.models.checkpoint import load_model
 from radix_mla.models.hf_config import ModelConfig
 
 PAGE = 16
-DEMO_SHAPE: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "intermediate_size": 1024,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "moe_intermediate_size": 256,
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 65536,
-    "rope_theta": 10000,
-}
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo"
 
 
-def make_runner(model: ModelConfig, *, threads: int, kv_tokens: int) -> ModelRunner:
+def make_runner(
+    folder: Path, model: ModelConfig, *, dummy: bool, threads: int, kv_tokens: int
+) -> ModelRunner:
     config = EngineConfig(
-        model="dummy", page_size=PAGE, kv_cache_tokens=kv_tokens, load_format="dummy"
+        model=str(folder),
+        page_size=PAGE,
+        kv_cache_tokens=kv_tokens,
+        load_format="dummy" if dummy else "auto",
     ).resolve(model, Hardware("cpu", 1 << 34, threads, native_bf16=False))
     weights = load_model(
-        "", model, dtype=torch.float32, device="cpu", load_format=config.load_format
+        folder, model, dtype=torch.float32, device="cpu", load_format=config.load_format
     )
     return ModelRunner(weights, make_pool(model, config), config)
 
@@ -167,19 +142,18 @@ CASES = {"prefill": prefill, "extend": extend, "decode": decode}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, help="a model folder with a config.json")
+    parser.add_argument("--model", type=Path, default=DEMO, help="a model folder")
+    parser.add_argument("--dummy", action="store_true", help="random weights of its config")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--profile", choices=list(CASES))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = (
-        ModelConfig.from_dir(options.config)
-        if options.config
-        else ModelConfig.from_hf_dict(DEMO_SHAPE)
+    model = ModelConfig.from_dir(options.model)
+    runner = make_runner(
+        options.model, model, dummy=options.dummy, threads=options.threads, kv_tokens=64 * 2_032
     )
-    runner = make_runner(model, threads=options.threads, kv_tokens=64 * 2_032)
     for layer in range(runner.pool.num_layers):
         runner.pool.layer(layer).normal_()
     if options.profile is None:
