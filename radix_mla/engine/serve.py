@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -46,6 +44,7 @@ from radix_mla.engine.ipc import (
     write_frame,
 )
 from radix_mla.engine.outputs import SequenceOutput
+from radix_mla.engine.parent import Parent
 from radix_mla.errors import RequestError
 from radix_mla.request import FinishReason, Request
 
@@ -54,14 +53,16 @@ logger = logging.getLogger("radix_mla.engine")
 _IDLE_POLL_MS = 1000
 _STALL_POLL_MS = 1  # nothing could be done though there is work: no busy loop
 _LINGER_MS = 2000
-_PARENT_CHECK_S = 2.0
 
 
 class EngineServer:
     """The loop around an engine: drains commands between steps, sends one Outputs a step."""
 
-    def __init__(self, engine: Engine, directory: Path, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, engine: Engine, directory: Path, heartbeat: Heartbeat, parent: Parent
+    ) -> None:
         self._engine = engine
+        self._parent = parent
         self._heartbeat = heartbeat
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
@@ -73,19 +74,22 @@ class EngineServer:
         # Connected, not bound: a connected PUSH queues while nobody reads, and never blocks.
         self._commands.connect(f"ipc://{directory / 'commands'}")
         self._events.connect(f"ipc://{directory / 'events'}")
+        self._idle_poller = zmq.Poller()
+        self._idle_poller.register(self._commands, zmq.POLLIN)
+        self._idle_poller.register(parent.fd, zmq.POLLIN)
         self._rejected: list[SequenceOutput] = []
         self._sent_stats = b""
         self._draining = False
 
     def run(self) -> None:
-        """Until drained. Raises what ends the engine."""
+        """Until drained or the parent is gone. Raises what ends the engine."""
         self._send(Ready(self._engine.info))
-        while self._engine.has_work or not self._draining:
+        while (self._engine.has_work or not self._draining) and not self._parent.is_gone():
             if not self._engine.has_work:
                 self._engine.audit_when_idle()
                 self._send_changed_stats()
                 self._heartbeat.idle()
-                if not self._commands.poll(_IDLE_POLL_MS):
+                if not self._idle_poller.poll(_IDLE_POLL_MS):
                     self._engine.prepare()
             self._heartbeat.busy()
             while self._commands.poll(0):
@@ -98,7 +102,7 @@ class EngineServer:
 
     def close(self) -> None:
         self._engine.close()
-        self._context.destroy(linger=_LINGER_MS)
+        self._context.destroy(linger=0 if self._parent.is_gone() else _LINGER_MS)
 
     def _step(self) -> bool:
         """Whether anything happened."""
@@ -159,20 +163,6 @@ class EngineServer:
             ]
 
 
-def watch_parent() -> None:
-    """Ends this process when stdin ends or the parent has changed: no orphan stays."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            readable, _, _ = select.select([0], [], [], _PARENT_CHECK_S)
-            if readable and not os.read(0, 4096):
-                break
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main() -> int:
     """0 after a drain, 1 after a Fatal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,7 +171,8 @@ def main() -> int:
     if frame is None:
         return 0  # the parent went away at once
     setup = msgspec.msgpack.decode(frame, type=Setup)
-    watch_parent()
+    parent = Parent(fd=0)
+    parent.watch()
     heartbeat = Heartbeat(Path(setup.directory) / "heartbeat").start()
     with os.fdopen(int(sys.argv[1]), "wb") as pipe:
 
@@ -192,7 +183,7 @@ def main() -> int:
             engine = build_engine(
                 setup.config, lambda stage, done, total: tell(Loading(stage, done, total))
             )
-            server = EngineServer(engine, Path(setup.directory), heartbeat)
+            server = EngineServer(engine, Path(setup.directory), heartbeat, parent)
         except Exception as error:
             tell(Fatal(type(error).__name__, str(error)))
             return 1
