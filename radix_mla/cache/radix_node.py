@@ -77,11 +77,6 @@ class RadixNode:
         return self.num_tokens % self.run.page_size
 
     @property
-    def tokens(self) -> Int32Array:
-        """A view, good until the run changes."""
-        return self.run.tokens[self.offset : self.offset + self.num_tokens]
-
-    @property
     def pages(self) -> Int32Array:
         """A view, good until the run changes."""
         first = self.offset // self.run.page_size

@@ -42,3 +42,11 @@ def test_wrong_frees_are_found_and_change_nothing(pages: tuple[int, ...]) -> Non
     allocator.audit()
     allocator.free(_pages(0, 1, 2, 3))
     allocator.audit()
+
+
+def test_a_corrupt_free_mark_is_found() -> None:
+    allocator = PageAllocator(8)
+    taken = allocator.allocate(2)
+    allocator._is_free[taken[0]] = True
+    with pytest.raises(AuditError, match="differ"):
+        allocator.audit()

@@ -12,7 +12,7 @@ from radix_mla.cache.audit import audit_tree
 from radix_mla.cache.eviction import LRU
 from radix_mla.cache.radix_node import RadixNode
 from radix_mla.cache.radix_tree import Insert, RadixTree, walk
-from radix_mla.errors import LeaseError
+from radix_mla.errors import AuditError, LeaseError
 
 PAGES = pytest.mark.parametrize("page", [1, 16, 64])
 
@@ -274,3 +274,20 @@ def test_a_closed_namespace_does_not_close_its_successor() -> None:
     paged.tree.unlock(closed)
     assert paged.hit([1, 2, 3]) == 3
     paged.audit()
+
+
+@pytest.mark.parametrize("counter", ["num_nodes", "num_tokens"])
+def test_audit_finds_a_wrong_count(counter: str) -> None:
+    paged = PagedTree(4)
+    paged.insert(range(10))
+    setattr(paged.tree, counter, getattr(paged.tree, counter) + 1)
+    with pytest.raises(AuditError, match="counted"):
+        paged.audit()
+
+
+def test_audit_finds_a_lock_that_nobody_holds() -> None:
+    paged = PagedTree(4)
+    paged.insert(range(10))
+    paged.tree.lock(paged.tree.match(np.arange(10, dtype=np.int32), "").node)
+    with pytest.raises(AuditError, match="lock count"):
+        paged.audit()
