@@ -87,7 +87,7 @@ def check_knobs(
 
 
 @pytest.mark.parametrize(("page_size", "chunk", "form"), PAIRWISE)
-def test_tokens_do_not_depend_on_the_cache(
+def test_r20_tokens_do_not_depend_on_the_cache(
     reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int, chunk: int, form: str
 ) -> None:
     want = reference(20, 5, 8)

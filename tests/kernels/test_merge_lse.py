@@ -40,7 +40,7 @@ def test_merged_lse_serves_the_next_merge() -> None:
 
 @pytest.mark.parametrize("behind", [0.0, float("nan"), INF])
 @pytest.mark.parametrize("side", ["a", "b", "both"])
-def test_empty_side_is_selected_away(side: str, behind: float) -> None:
+def test_m01_empty_side_is_selected_away(side: str, behind: float) -> None:
     (o_a, lse_a), (o_b, lse_b) = partial(7), partial(7)
     for name, o, lse in (("a", o_a, lse_a), ("b", o_b, lse_b)):
         if side in (name, "both"):
