@@ -35,6 +35,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.runtime
 	$(PIP) install --quiet --editable ".[dev]"
 	@touch $@
 
+# Tests of routers are skipped where these have no build for the machine.
+$(VENV)/.routers: pyproject.toml $(VENV)/.dev
+	-$(PIP) install --quiet --editable ".[routers]"
+	@touch $@
+
 serve: install
 	$(BIN)/radix-mla serve $(ARGS)
 
@@ -44,7 +49,7 @@ test: install-dev
 test-fast: install-dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu and not slow and not stress and not e2e" $(ARGS)
 
-test-all: install-dev
+test-all: install-dev $(VENV)/.routers
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" --timeout 3600 $(ARGS)
 
 test-gpu: install-dev

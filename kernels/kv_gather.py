@@ -13,6 +13,11 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> tor
     """
     assert slots.dtype == torch.int64, "slots are int64: a large pool overflows int32 addresses"
     assert out.shape == (slots.shape[0], pool.shape[1]), f"out is {tuple(out.shape)}"
+    if pool.is_cuda:
+        from kernels.triton import kv_gather as gpu  # Triton is imported where there is a GPU only
+
+        gpu.kv_gather(pool, slots, out)
+        return out
     if pool.dtype == out.dtype and out.is_contiguous():
         torch.index_select(pool, 0, slots, out=out)
     else:

@@ -29,6 +29,11 @@ def merge_lse_(
     assert o_a.shape == o_b.shape, f"outputs differ: {tuple(o_a.shape)}, {tuple(o_b.shape)}"
     assert lse_a.shape == lse_b.shape == o_a.shape[:-1], "an lse does not fit its output"
     assert lse_a.dtype == lse_b.dtype == torch.float32, "lse is fp32"
+    if o_a.is_cuda:
+        from kernels.triton import merge_lse as gpu  # Triton is imported where there is a GPU only
+
+        gpu.merge_lse_(o_a, lse_a, o_b, lse_b)
+        return
     top = torch.maximum(lse_a, lse_b)
     top = top.masked_fill(top == _EMPTY, 0.0)  # -inf - -inf would be NaN
     weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)  # [N, H]
@@ -47,6 +52,10 @@ def combine_lse(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch
     """
     assert lse.shape == o.shape[:-1], "an lse does not fit its output"
     assert lse.dtype == torch.float32, "lse is fp32"
+    if o.is_cuda:
+        from kernels.triton import merge_lse as gpu
+
+        return gpu.combine_lse(o, lse)
     top = lse.amax(dim=0)  # [N, H]
     top = top.masked_fill(top == _EMPTY, 0.0)
     weight = torch.exp(lse - top)  # [K, N, H]
@@ -60,6 +69,6 @@ def _weighted(o: torch.Tensor, weight: torch.Tensor, lse: torch.Tensor) -> torch
     """fp32 o · weight, 0 where lse is -inf whatever o holds; a new tensor of o's shape."""
     out = o.float() * weight.unsqueeze(-1)
     empty = lse == _EMPTY
-    if not empty.is_cpu or bool(empty.any()):  # asking a GPU would be a sync
+    if bool(empty.any()):
         out.masked_fill_(empty.unsqueeze(-1), 0.0)
     return out

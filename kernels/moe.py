@@ -1,4 +1,4 @@
-"""Running tokens through their experts. T tokens, D hidden, E experts, k experts a token."""
+"""Running tokens through their experts. T tokens, D hidden, I inner, E experts, k a token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from kernels.fp8 import BLOCK, dequantize_blocks
+from kernels.silu_mul import silu_mul
 
 ExpertMLP = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -43,3 +46,75 @@ def run_experts(
         per_sample_weights=weights.to(x.dtype),
     )
     return total
+
+
+def append_shared(
+    ids: torch.Tensor, weights: torch.Tensor, *, first: int, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the shared experts first, first + 1, ... for every token, with weight 1.
+
+    ids int [T, k], weights fp32 [T, k]; returns both, [T, k + num_shared].
+    """
+    if not num_shared:
+        return ids, weights
+    shared = torch.arange(first, first + num_shared, dtype=ids.dtype).expand(len(ids), -1)
+    ones = weights.new_ones(len(ids), num_shared)
+    return torch.cat((ids, shared), dim=1), torch.cat((weights, ones), dim=1)
+
+
+def run_experts_(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    scale_gate_up: torch.Tensor | None = None,
+    scale_down: torch.Tensor | None = None,
+) -> None:
+    """out [T, D] += each token's experts of x [T, D], weighted, from stacked weights.
+
+    w_gate_up [E, 2·I, D] (gate, then up), w_down [E, D, I]; ids [T, k] (int32 on a GPU), weights
+    fp32 [T, k]. e4m3 weights come with the scales of their 128×128 blocks, fp32 [E, 2·I/128,
+    D/128] and [E, D/128, I/128]. On a GPU nothing is asked of the host.
+    """
+    if x.is_cuda:
+        from kernels.triton import moe as gpu  # Triton is imported where there is a GPU only
+
+        gpu.run_experts_(
+            out,
+            x,
+            w_gate_up,
+            w_down,
+            ids,
+            weights,
+            scale_gate_up=scale_gate_up,
+            scale_down=scale_down,
+        )
+        return
+
+    def matrix(stack: torch.Tensor, scale: torch.Tensor | None, expert: int) -> torch.Tensor:
+        if scale is None:
+            return stack[expert]
+        return dequantize_blocks(stack[expert], scale[expert], block=BLOCK).to(x.dtype)
+
+    def mlp(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        inner = silu_mul(rows @ matrix(w_gate_up, scale_gate_up, expert).t())
+        return inner @ matrix(w_down, scale_down, expert).t()
+
+    out += run_experts(x, ids, weights, num_experts=len(w_gate_up), mlp=mlp)
+
+
+def split_shared(
+    gate_up: torch.Tensor, down: torch.Tensor, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One MLP of inner width S·I as S experts of width I, which are added up at weight 1.
+
+    gate_up [2·S·I, D] holds gate, then up; down [D, S·I]. Returns [S, 2·I, D] and [S, D, I], to be
+    appended to the routed experts as ids E .. E + S - 1 (`choose_experts(num_shared=S)`). Block
+    scales, [2·S·I/128, D/128] and [D/128, S·I/128], are split the same way.
+    """
+    both = gate_up.reshape(2, num_shared, -1, gate_up.shape[1])  # [2, S, I, D]
+    parts = down.reshape(len(down), num_shared, -1)  # [D, S, I]
+    return both.transpose(0, 1).flatten(1, 2), parts.transpose(0, 1).contiguous()

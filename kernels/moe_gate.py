@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from kernels.moe import append_shared
+
 
 def choose_experts(
     logits: torch.Tensor,
@@ -19,14 +21,33 @@ def choose_experts(
     group_score: Literal["max", "top2_sum"] = "max",
     renormalize: bool,
     scale: float,
+    num_shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights fp32 [T, k], expert ids int64 [T, k]), in no given order within a token.
+    """(weights fp32 [T, k], expert ids [T, k]), in no given order within a token.
+
+    ids are int64, on a GPU int32: what the expert kernels take. `num_shared` experts follow the
+    k chosen ones for every token: ids E, E + 1, ..., weight 1.
 
     logits fp32 [T, E]. `bias` [E] takes part in the choice and never in the weights (DeepSeek-V3,
     arXiv 2412.19437, eq. 16). With n_group > topk_group the experts come from the topk_group groups
     of highest score. Weights: the chosen experts' scores, divided by their sum if `renormalize`,
     then times `scale` in either case.
     """
+    if logits.is_cuda:
+        from kernels.triton import moe_gate as gpu  # Triton is imported where there is a GPU only
+
+        return gpu.choose_experts(
+            logits,
+            top_k=top_k,
+            scoring=scoring,
+            bias=bias,
+            n_group=n_group,
+            topk_group=topk_group,
+            group_score=group_score,
+            renormalize=renormalize,
+            scale=scale,
+            num_shared=num_shared,
+        )
     scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()  # [T, E]
     choice = scores if bias is None else scores + bias
     if n_group > topk_group:
@@ -35,7 +56,11 @@ def choose_experts(
     weights = scores.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
-    return (weights if scale == 1.0 else weights * scale), ids
+    if scale != 1.0:
+        weights = weights * scale
+    if num_shared:
+        ids, weights = append_shared(ids, weights, first=logits.shape[1], num_shared=num_shared)
+    return weights, ids
 
 
 def _mask_groups(

@@ -73,7 +73,8 @@ def _softmax_attend(
     """scores [Sq, H, Sk], v [H, Sk, V] → (o [Sq, H, V], lse [Sq, H])."""
     num_q, _, num_k = scores.shape
     if causal:
-        hidden = torch.ones(num_q, num_k, dtype=torch.bool).triu(num_k - num_q + 1)
+        hidden = torch.ones(num_q, num_k, dtype=torch.bool, device=scores.device)
+        hidden = hidden.triu(num_k - num_q + 1)
         scores = scores.masked_fill(hidden[:, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from radix_mla.errors import ConfigError
 
 if TYPE_CHECKING:
+    from radix_mla.attention.select import Choice
     from radix_mla.models.hf_config import ModelConfig
 
 DType = Literal["fp32", "bf16"]
@@ -24,17 +25,19 @@ AttentionForm = Literal["auto", "absorbed", "non_absorbed", "one_shot"]
 _KV_BYTES = {"fp32": 4, "bf16": 2}
 _CPU_KV_SHARE = 0.25  # of free memory; rows are touched only when they are used
 _CPU_KV_MAX_BYTES = 4 << 30
-_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the machine offers. `free_bytes` is memory on `device` before the model is loaded."""
+    """What the machine offers. `free_bytes` is memory on `device` before the model is loaded;
+    `arch` a GPU's compute capability (90: sm90).
+    """
 
     device: str
     free_bytes: int
     num_threads: int
     native_bf16: bool
+    arch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class EngineConfig:
     """What the user asks for; `None` and "auto" are resolved against model and machine.
 
     Units: tokens for *_tokens and *_len, sequences for max_num_seqs, bytes for *_bytes.
+    `hf_overrides` are values of config.json to replace.
     """
 
     model: str
@@ -61,6 +65,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     max_retractions: int = 4
     load_format: Literal["auto", "dummy"] = "auto"
+    hf_overrides: dict[str, Any] | None = None
     num_threads: int | None = None
 
     def resolve(self, model: ModelConfig, hardware: Hardware) -> ResolvedConfig:
@@ -72,13 +77,14 @@ class EngineConfig:
         self._check_ranges()
         dtype = self._resolve_dtype(hardware, decisions)
         kv_dtype = self._resolve_kv_dtype(dtype, decisions)
-        page_size = self.page_size or _PAGE_SIZE
+        backends = self._choose_backends(dtype, kv_dtype, model, hardware)
+        decisions.append(f"attention_backend={backends.name}: {backends.reason}")
+        page_size = backends.page_size
         if self.page_size is None:
-            decisions.append(f"page_size={page_size}: default of backends without a fixed page")
+            decisions.append(f"page_size={page_size}: of the {backends.absorbed} backend")
         row_bytes = model.kv_row_width * _KV_BYTES[kv_dtype] * model.num_hidden_layers
         num_pages = self._resolve_pages(row_bytes, page_size, model, hardware, decisions)
         max_model_len = self._resolve_len(model, num_pages, page_size, decisions)
-        backend = "torch" if self.attention_backend == "auto" else self.attention_backend
         return ResolvedConfig(
             model=self.model,
             device=hardware.device,
@@ -89,7 +95,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            attention_backend=backend,
+            attention_backend=backends.name,
             attention_form=self.attention_form,
             workspace_tokens=self.workspace_tokens,
             schedule_policy=self.schedule_policy,
@@ -118,11 +124,23 @@ class EngineConfig:
                 raise ConfigError(f"{knob} is {value}, it must be at least 1")
         if self.max_retractions < 0:
             raise ConfigError(f"max_retractions is {self.max_retractions}, it must be at least 0")
-        if self.attention_backend not in ("auto", "torch"):
-            raise ConfigError(
-                f"attention_backend {self.attention_backend!r} is not available: "
-                "this version has the torch backend only"
-            )
+
+    def _choose_backends(
+        self, dtype: DType, kv_dtype: KVDType, model: ModelConfig, hardware: Hardware
+    ) -> Choice:
+        from radix_mla.attention.backend import Setting
+        from radix_mla.attention.mla import mla_dims
+        from radix_mla.attention.select import choose_backends
+
+        setting = Setting(
+            device=hardware.device,
+            arch=hardware.arch,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            page_size=self.page_size,
+            dims=mla_dims(model),
+        )
+        return choose_backends(self.attention_backend, setting)
 
     def _resolve_dtype(self, hardware: Hardware, decisions: list[str]) -> DType:
         if self.dtype != "auto":
@@ -227,6 +245,8 @@ def detect_hardware(device: str) -> Hardware:
     """
     import torch  # here, so that reading a configuration does not cost torch's import
 
+    from radix_mla.attention.select import device_arch
+
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -240,7 +260,8 @@ def detect_hardware(device: str) -> Hardware:
         free, _ = torch.cuda.mem_get_info(device)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"device {device!r}: {error}") from error
-    return Hardware(device, free, threads or 1, native_bf16=True)
+    arch = device_arch(device)
+    return Hardware(device, free, threads or 1, native_bf16=True, arch=arch)
 
 
 def _free_cpu_bytes() -> int:

@@ -8,6 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from server.answers import Loads, ModelInfo, ServerInfo, Status, Version
+from server.docs import describe
 from server.errors import Problem, respond
 from server.openai.common import service_of
 from server.service import Service
@@ -16,14 +18,14 @@ from server.version import VERSION
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", **describe(Status, errors=(503,)))
 @router.head("/health", include_in_schema=False)
 async def health(http: Request) -> Response:
     """200 while the engine lives, also while draining."""
     return _engine_problem(service_of(http)) or _ok("ok")
 
 
-@router.get("/ready")
+@router.get("/ready", **describe(Status, errors=(503,)))
 @router.head("/ready", include_in_schema=False)
 async def ready(http: Request) -> Response:
     """200 when new requests are taken: for load balancers."""
@@ -38,13 +40,13 @@ async def ready(http: Request) -> Response:
     return _ok("ready")
 
 
-@router.get("/version")
+@router.get("/version", **describe(Version))
 async def version() -> dict[str, str]:
     """The server's version."""
     return {"version": VERSION}
 
 
-@router.get("/server_info")
+@router.get("/server_info", **describe(ServerInfo))
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(http: Request) -> dict[str, Any]:
     """The resolved configuration with its reasons; no keys."""
@@ -63,7 +65,7 @@ async def server_info(http: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/model_info")
+@router.get("/model_info", **describe(ModelInfo))
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(http: Request) -> dict[str, Any]:
     """Dimensions of the model; `model_path` and `is_generation` are what SGLang's routers read."""
@@ -79,7 +81,7 @@ async def model_info(http: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/loads")
+@router.get("/v1/loads", **describe(Loads))
 async def loads(http: Request) -> dict[str, Any]:
     """Load of this server, one entry, in the shape that smg reads."""
     service = service_of(http)
@@ -98,7 +100,7 @@ async def loads(http: Request) -> dict[str, Any]:
     return {"version": VERSION, "dp_rank_count": 1, "loads": [load]}
 
 
-@router.get("/metrics")
+@router.get("/metrics", **describe(None, text=CONTENT_TYPE_LATEST))
 async def metrics(http: Request) -> Response:
     """Prometheus text format."""
     text = generate_latest(http.app.state.registry)

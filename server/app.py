@@ -17,6 +17,7 @@ from radix_mla.text.tokenizer import Tokenizer
 from server import admin, cache_api, errors
 from server.anthropic import messages
 from server.auth import OPEN_PATHS, Keyring
+from server.docs import DocumentedApp
 from server.engine_client import EngineClient
 from server.errors import HttpError
 from server.exposition import make_registry
@@ -38,16 +39,22 @@ def create_app(
 ) -> FastAPI:
     """The app, ready to be served; the engine stays the caller's to start and close."""
     service = Service(engine, settings, model, tokenizer=tokenizer, defaults=defaults)
-    app = FastAPI(title="radix-mla", version=VERSION, lifespan=_lifespan, redirect_slashes=False)
+    app = DocumentedApp(
+        title="radix-mla", version=VERSION, lifespan=_lifespan, redirect_slashes=False
+    )
     app.state.service = service
     app.state.registry = make_registry(service)
-    errors.install(app, service.metrics)
-    for module in (completions, chat, responses, messages, models, admin, cache_api):
-        app.include_router(module.router)
+    modules = (completions, chat, responses, messages, models, admin, cache_api)
+    routers = [module.router for module in modules]
+    own = [route for router in routers for route in router.routes]
+    errors.install(app, service.metrics, [*app.routes, *own])
+    for router in routers:
+        app.include_router(router)
     keyring = Keyring(
         [key.get_secret_value() for key in settings.api_key],
         [key.get_secret_value() for key in settings.admin_api_key],
     )
+    app.with_keys = keyring.required
     app.add_middleware(Edge, keyring=keyring, service=service)
     return app
 

@@ -19,6 +19,7 @@ from server.errors import HttpError
 MAX_DEPTH = 64
 _BODY_SILENCE_S = 30.0
 _PARSE_ON_LOOP_BYTES = 262_144  # about a millisecond
+_SAID_BY_MODEL = ("function_call", "reasoning")  # items of /v1/responses without a role
 
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
@@ -128,7 +129,10 @@ def _items(value: object) -> list[object]:
 
 
 def _has_nul(value: object) -> bool:
-    """Exact check; the caller saw the escape somewhere (it may be an escaped backslash)."""
+    """Exact check; the caller saw the escape somewhere (it may be an escaped backslash).
+
+    What a model has said is not looked at: it may say NUL, and comes back with the next turn.
+    """
     stack = [value]
     while stack:
         item = stack.pop()
@@ -136,6 +140,8 @@ def _has_nul(value: object) -> bool:
             if "\x00" in item:
                 return True
         elif isinstance(item, dict):
+            if item.get("role") == "assistant" or item.get("type") in _SAID_BY_MODEL:
+                continue
             stack.extend(item.keys())
             stack.extend(item.values())
         elif isinstance(item, list):

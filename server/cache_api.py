@@ -6,7 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from server.answers import Audit, CacheStats, Flushed
 from server.auth import namespace_of
+from server.docs import describe
 from server.errors import HttpError
 from server.exposition import ServiceCollector
 from server.openai.common import service_of
@@ -14,7 +16,7 @@ from server.openai.common import service_of
 router = APIRouter()
 
 
-@router.delete("/v1/cache")
+@router.delete("/v1/cache", **describe(Flushed, errors=(403, 503)))
 async def flush(http: Request, namespace: str | None = None) -> dict[str, Any]:
     """Drops the cache, or what was stored under one `cache_salt` (`?namespace=`); works while busy.
 
@@ -35,13 +37,13 @@ async def flush(http: Request, namespace: str | None = None) -> dict[str, Any]:
     return {"flushed_tokens": await service.engine.flush(target)}
 
 
-@router.get("/v1/cache/audit")
+@router.get("/v1/cache/audit", **describe(Audit, errors=(503,)))
 async def audit(http: Request) -> dict[str, Any]:
     """Checks that every slot is in exactly one place; counts in slots."""
     return await service_of(http).engine.audit()
 
 
-@router.get("/v1/cache/stats")
+@router.get("/v1/cache/stats", **describe(CacheStats))
 async def stats(http: Request) -> dict[str, Any]:
     """Hit counters since the start and the pool by state, as in /metrics."""
     service = service_of(http)

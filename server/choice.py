@@ -9,7 +9,8 @@ from radix_mla.engine.ipc import SequenceOutput, TokenLogprobs
 from radix_mla.text.detokenizer import make_detokenizer
 from radix_mla.text.stops import StopChecker
 from radix_mla.text.tokenizer import Tokenizer
-from server.openai.assistant import AssistantEvent, AssistantPlan, merge_events
+from server.openai.assistant import AssistantPlan
+from server.openai.assistant_events import AssistantEvent, merge_events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from server.version import VERSION
 
 app = typer.Typer(
     name="radix-mla",
-    help="Prefix-cache server for MLA models (DeepSeek V2/V3, Kimi, Moonlight, Youtu).",
+    help="Prefix-cache server for MLA models (DeepSeek, Kimi, Moonlight, GLM-4.7-Flash, Youtu).",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -131,6 +131,8 @@ def _flag_type(annotation: Any) -> Any:
         (annotation,) = (arm for arm in get_args(annotation) if arm is not type(None))
     if get_origin(annotation) is list:
         return list[str]
+    if get_origin(annotation) is dict:
+        return str  # JSON
     if get_origin(annotation) is Literal:
         return annotation
     return str if annotation is SecretStr else annotation

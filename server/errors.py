@@ -7,14 +7,15 @@ HttpError    → its status                   EngineDead → 503, RequestFailed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from radix_mla.errors import (
     ConfigError,
@@ -145,14 +146,16 @@ def respond(problem: Problem, path: str = "") -> Response:
     )
 
 
-def install(app: FastAPI, metrics: Metrics) -> None:
+def install(app: FastAPI, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
     """One handler for everything; bugs (plain Exception) are logged with their trace by the server.
 
-    Refusals on generation routes are counted by reason.
+    Refusals on generation routes are counted by reason. `routes`: all, for the 405s.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
         problem = describe(error)
+        if problem.status == 405:
+            problem = replace(problem, headers={"allow": _allowed(routes, request)})
         if problem.status >= 500 and not isinstance(error, Overloaded):
             logger.error("request failed: %s: %s", type(error).__name__, error)
         reason = _rejection(error)
@@ -170,6 +173,16 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         Exception,
     ):
         app.add_exception_handler(kind, handle)
+
+
+def _allowed(routes: Sequence[BaseRoute], request: Request) -> str:
+    """The methods of every route with this path; Starlette names those of the first one only."""
+    methods: set[str] = set()
+    for route in routes:
+        matches, _ = route.matches(request.scope)
+        if matches is not Match.NONE:
+            methods |= set(getattr(route, "methods", None) or ())
+    return ", ".join(sorted(methods))
 
 
 def _rejection(error: Exception) -> str | None:

@@ -64,8 +64,8 @@ class PromptRenderer:
             if message is None:
                 continue
             ids = given.get("token_ids") if message["role"] == "assistant" else None
-            if ids:
-                splices[len(kept)] = self._ids.check(ids, f"messages[{index}].token_ids")
+            if ids is not None and self._ids.check(ids, f"messages[{index}].token_ids"):
+                splices[len(kept)] = ids
             kept.append(message)
         return kept, splices
 

@@ -87,7 +87,7 @@ async def _serve(
     channel = ZmqChannel(handle.command_address, handle.event_address)
     engine = ChannelEngineClient(channel, handle, info, step_timeout_s=settings.step_timeout)
     await engine.start()
-    config = hf_config.ModelConfig.from_dir(folder)
+    config = hf_config.ModelConfig.from_dir(folder, settings.hf_overrides)
     defaults = SamplingDefaults()
     if settings.generation_config == "auto":
         model_defaults = hf_config.GenerationDefaults.from_dir(folder, config)

@@ -5,6 +5,7 @@ Unknown keys are errors in each source. The command line is generated from these
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,7 +143,7 @@ class Settings(BaseModel):
     # -- engine
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 ...")
     dtype: Literal["auto", "fp32", "bf16"] = Field("auto", description="Compute type.")
-    attention_backend: str = Field("auto", description="auto or a backend's name.")
+    attention_backend: str = Field("auto", description="auto, a backend's name, or PREFILL,DECODE.")
     attention_form: Literal["auto", "absorbed", "non_absorbed", "one_shot"] = Field(
         "auto", description="Force one form of MLA attention."
     )
@@ -159,6 +160,9 @@ class Settings(BaseModel):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights, for tests of speed."
     )
+    hf_overrides: dict[str, Any] | None = Field(
+        None, description="Values of config.json to replace, as JSON: '{\"num_hidden_layers\": 4}'."
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
 
     @field_validator("served_model_name", "model_alias", "api_key", "admin_api_key", mode="before")
@@ -168,6 +172,17 @@ class Settings(BaseModel):
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
         return value
+
+    @field_validator("hf_overrides", mode="before")
+    @classmethod
+    def _parse_json(cls, value: object) -> object:
+        """Flags and environment variables give text, YAML an object."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a JSON object: {error}") from None
 
     @model_validator(mode="after")
     def _key_scope_needs_keys(self) -> Self:

@@ -16,6 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("ci")
 

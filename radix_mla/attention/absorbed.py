@@ -33,8 +33,10 @@ def attend_absorbed(
         q = q[tokens]
     q_abs, of_latent, of_rope = ctx.workspace.absorbed_views(q.shape[0])
     q_nope = q[..., :nope].transpose(0, 1)  # [H, t, P]
-    # Not straight into place: with such a result bmm falls back to one GEMM a head.
-    of_latent.copy_(torch.bmm(q_nope, w_uk))
+    if q.is_cuda:
+        torch.bmm(q_nope, w_uk, out=of_latent)
+    else:  # with such a result bmm falls back to one GEMM a head there
+        of_latent.copy_(torch.bmm(q_nope, w_uk))
     of_rope.copy_(q[..., nope:])
     o_latent = ctx.backend.run_mqa(
         plan.work, q_abs, ctx.pool.layer(layer), ctx.workspace.rows(), latent, scale

@@ -13,7 +13,7 @@ from radix_mla.attention.two_stage import attend_non_absorbed, attend_one_shot
 if TYPE_CHECKING:
     from radix_mla.attention.backend import AttentionBackend
     from radix_mla.attention.metadata import LatentWeights
-    from radix_mla.attention.plan import AttentionPlan
+    from radix_mla.attention.plan import AttentionPlan, TokenSet
     from radix_mla.attention.workspace import Workspace
     from radix_mla.cache.kv_pool import KVPool
 
@@ -48,13 +48,26 @@ class ForwardContext:
 
         q [T, H, P + R], rope applied; rows [T, L + R] from `write`. Returns [T, H, V].
         """
-        plan = self.plan
-        shape = (q.shape[0], q.shape[1], weights.w_uv.shape[1])
+        plan, num_tokens = self.plan, q.shape[0]
+        if plan.non_absorbed is not None and _is_whole(plan.non_absorbed.tokens, num_tokens):
+            two_stage = plan.non_absorbed
+            return attend_non_absorbed(self, layer, two_stage, q, rows, weights, scale).contiguous()
+        shape = (num_tokens, q.shape[1], weights.w_uv.shape[1])
         out = torch.empty(shape, dtype=q.dtype, device=q.device)  # [T, H, V]
         if plan.absorbed is not None:
             attend_absorbed(self, layer, plan.absorbed, q, weights, scale, out)
         if plan.non_absorbed is not None:
-            attend_non_absorbed(self, layer, plan.non_absorbed, q, rows, weights, scale, out)
-        if plan.one_shot is not None:
-            attend_one_shot(self, layer, plan.one_shot, q, weights, scale, out)
+            out[plan.non_absorbed.tokens] = attend_non_absorbed(
+                self, layer, plan.non_absorbed, q, rows, weights, scale
+            )
+        for part in plan.one_shot.passes if plan.one_shot is not None else ():
+            o = attend_one_shot(self, layer, part, q, weights, scale)
+            if _is_whole(part.tokens, num_tokens):
+                return o.contiguous()
+            out[part.tokens] = o
         return out
+
+
+def _is_whole(tokens: TokenSet, num_tokens: int) -> bool:
+    """Whether `tokens` are all of the step, in order."""
+    return isinstance(tokens, slice) and tokens.stop - tokens.start == num_tokens

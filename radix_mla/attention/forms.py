@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from radix_mla.attention.metadata import RaggedBatch
     from radix_mla.attention.workspace import MLADims
 
 Form = Literal["absorbed", "non_absorbed", "one_shot"]
@@ -24,7 +25,11 @@ Form = Literal["absorbed", "non_absorbed", "one_shot"]
 class Rates:
     """What a device reaches: FLOP/s of each kernel, bytes/s of memory, seconds a call.
 
-    `one_shot` is attention with a prefix in the same call; FLOPs are counted without padding.
+    `one_shot` is attention with a prefix in the same call; FLOPs are counted without padding, but
+    for tiles: a sequence's Sq counts in whole tiles of `tile_queries` in multi-head attention, its
+    Sq · H in tiles of `tile_rows` in absorbed attention. `value_bytes`: of one KV value.
+    `capture_gain_s`: what a layer of a captured step saves over launches from the host; absorbed
+    requests of at most `captured_tokens` new ones can have it.
     """
 
     absorbed: float
@@ -33,6 +38,11 @@ class Rates:
     gemm: float
     bytes_per_s: float
     call_s: float
+    value_bytes: int = 4
+    tile_queries: int = 1
+    tile_rows: int = 1
+    captured_tokens: int = 0
+    capture_gain_s: float = 0.0
 
 
 # Round figures for AVX2 and fp32 that put the crossing near 180 new tokens, where noisy runs of
@@ -40,6 +50,27 @@ class Rates:
 CPU_RATES = Rates(
     absorbed=95e9, attention=75e9, one_shot=72e9, gemm=100e9, bytes_per_s=8e9, call_s=30e-6
 )
+# Fitted to graph replays of the fa3,flashmla pair, 16 and 128 heads, 16 to 2,048 new tokens on 0 to
+# 32k (tests/bench/gpu/calibrate_forms.py): the form chosen by them takes 1.009 times the best one's
+# time on average, 1.19 at worst. They are rates of this formula, not of kernels.
+H200_RATES = Rates(
+    absorbed=594e12,
+    attention=800e12,
+    one_shot=704e12,
+    gemm=503e12,
+    bytes_per_s=4e12,
+    call_s=15.3e-6,
+    value_bytes=2,
+    tile_queries=128,
+    tile_rows=64,
+    captured_tokens=512,
+    capture_gain_s=100e-6,
+)
+
+
+def rates_of(device: str) -> Rates:
+    """The table of a device; a GPU without its own gets the H200's: only ratios choose."""
+    return H200_RATES if device.startswith("cuda") else CPU_RATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +100,52 @@ class FormChooser:
             costs["one_shot"] = self.one_shot_s(num_new, num_context)
         return min(costs, key=lambda form: costs[form])
 
+    def all_absorbed(self, batch: RaggedBatch) -> bool:
+        """Whether every sequence of the step takes the absorbed form."""
+        return all(
+            self.choose(num_new, num_context) == "absorbed"
+            for num_new, num_context, is_decode in zip(
+                batch.num_new.tolist(),
+                batch.num_context.tolist(),
+                batch.is_decode.tolist(),
+                strict=True,
+            )
+            if not is_decode
+        )
+
     def absorbed_s(self, num_new: int, num_context: int) -> float:
         """Estimated seconds of a layer, absorbed."""
         d = self.dims
-        pairs = _pairs(num_new, num_context)
+        rows = num_new * d.num_heads
+        tiles = _round_up(rows, self.rates.tile_rows) / rows
+        pairs = _pairs(num_new, num_context) * tiles
         attend = pairs * d.num_heads * 2 * (2 * d.latent + d.rope) / self.rates.absorbed
-        read = 2 * (num_context + num_new) * d.row * 4 / self.rates.bytes_per_s
-        return max(attend, read) + self._decompress_s(num_new) + 2 * self.rates.call_s
+        size = self.rates.value_bytes
+        read = 2 * (num_context + num_new) * d.row * size / self.rates.bytes_per_s
+        gain = self.rates.capture_gain_s if num_new <= self.rates.captured_tokens else 0.0
+        return max(attend, read) + self._decompress_s(num_new) + 2 * self.rates.call_s - gain
 
     def chunked_s(self, num_new: int, num_context: int) -> float:
         """Estimated seconds of a layer, decompressed, in context chunks."""
         d = self.dims
-        flops = _pairs(num_new, num_context) * d.num_heads * 2 * (d.qk + d.value)
+        flops = self._mha_flops(num_new, num_context)
         chunks = -(-num_context // self.max_rows)
-        merge = chunks * num_new * d.num_heads * d.value * 4 * 5 / self.rates.bytes_per_s
+        moved = num_new * d.num_heads * d.value * self.rates.value_bytes * 5  # of one merge
+        merge = chunks * moved / self.rates.bytes_per_s
         calls = (2 + 3 * chunks) * self.rates.call_s
         rows = num_new + num_context
         return flops / self.rates.attention + self._decompress_s(rows) + merge + calls
 
     def one_shot_s(self, num_new: int, num_context: int) -> float:
         """Estimated seconds of a layer, prefix and new rows in one call."""
-        d = self.dims
-        flops = _pairs(num_new, num_context) * d.num_heads * 2 * (d.qk + d.value)
+        flops = self._mha_flops(num_new, num_context)
         rows = num_new + num_context
         return flops / self.rates.one_shot + self._decompress_s(rows) + 2 * self.rates.call_s
+
+    def _mha_flops(self, num_new: int, num_context: int) -> float:
+        d = self.dims
+        tiles = _round_up(num_new, self.rates.tile_queries) / num_new
+        return _pairs(num_new, num_context) * tiles * d.num_heads * 2 * (d.qk + d.value)
 
     def _decompress_s(self, rows: int) -> float:
         """Or, in the absorbed form, the absorption of `rows` queries and outputs: as many FLOPs."""
@@ -102,3 +155,7 @@ class FormChooser:
 
 def _pairs(num_new: int, num_context: int) -> float:
     return num_new * num_context + num_new * (num_new + 1) / 2
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from kernels.latent_write import norm_rope_write_
 from kernels.rope import rotate_
 from radix_mla.attention.metadata import LatentWeights
 from radix_mla.attention.workspace import MLADims
@@ -70,7 +71,11 @@ def mla_dims(config: ModelConfig) -> MLADims:
 
 
 class MLAAttention(nn.Module):
-    """One attention layer; parameters named as in the checkpoint. Call `finalize` after loading."""
+    """One attention layer; parameters named as in the checkpoint. Call `finalize` after loading.
+
+    `add_to` is the CPU's form, `add_to_fused` the GPU's: norm, rotation and row write in one.
+    With `fp8` the projections stay FP8, but for kv_b_proj: absorption multiplies by its parts.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class MLAAttention(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.layer_idx = layer_idx
@@ -86,18 +92,20 @@ class MLAAttention(nn.Module):
         self.scale = config.softmax_scale
         hidden, heads, bias = config.hidden_size, dims.num_heads, config.attention_bias
 
-        def linear(fan_in: int, fan_out: int, *, bias: bool = False) -> Linear:
-            return Linear(fan_in, fan_out, bias=bias, dtype=dtype, device=device)
+        def linear(fan_in: int, fan_out: int, *, bias: bool = False, fp8: bool = fp8) -> Linear:
+            return Linear(fan_in, fan_out, bias=bias, dtype=dtype, device=device, fp8=fp8)
 
+        # Rope rows that the loader reorders would leave their blocks' scales behind.
+        turned = fp8 and config.rope_interleave
         if config.q_lora_rank is None:
-            self.q_proj = linear(hidden, heads * dims.qk)
+            self.q_proj = linear(hidden, heads * dims.qk, fp8=turned)
         else:
             self.q_a_proj = linear(hidden, config.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, dtype=dtype, device=device)
-            self.q_b_proj = linear(config.q_lora_rank, heads * dims.qk)
-        self.kv_a_proj_with_mqa = linear(hidden, dims.row, bias=bias)
+            self.q_b_proj = linear(config.q_lora_rank, heads * dims.qk, fp8=turned)
+        self.kv_a_proj_with_mqa = linear(hidden, dims.row, bias=bias, fp8=turned)
         self.kv_a_layernorm = RMSNorm(dims.latent, dtype=dtype, device=device)
-        self.kv_b_proj = linear(dims.latent, heads * (dims.nope + dims.value))
+        self.kv_b_proj = linear(dims.latent, heads * (dims.nope + dims.value), fp8=False)
         self.o_proj = linear(heads * dims.value, hidden, bias=bias)
         self._has_q_lora = config.q_lora_rank is not None
         self._weights: LatentWeights | None = None
@@ -117,6 +125,7 @@ class MLAAttention(nn.Module):
         self._out = self.o_proj.plain()
         self.kv_a_layernorm.finalize()
         self._norm_latent_ = self.kv_a_layernorm.apply_
+        self._latent_norm = (self.kv_a_layernorm.weight.detach(), self.kv_a_layernorm.eps)
         if self._has_q_lora:
             self.q_a_layernorm.finalize()
             self._q_up = (self.q_a_layernorm.forward, self.q_b_proj.plain())
@@ -142,5 +151,36 @@ class MLAAttention(nn.Module):
         rotate_(rows[:, dims.latent :], turn_rows)
         self._norm_latent_(rows[:, : dims.latent])
         rows = ctx.write(self.layer_idx, rows)
+        o = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
+        self._out.add_to(out, o.view(num_tokens, -1))
+
+    def add_to_fused(
+        self,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+        ctx: ForwardContext,
+    ) -> None:
+        """As `add_to`; `turns` are cos and sin of ctx.positions, fp32 [T, R/2]."""
+        assert self._weights is not None, "finalize() was not called after loading"
+        num_tokens, dims = hidden.shape[0], self.dims
+        down = self._down(hidden)
+        q, rows = down[:, : self._q_width], down[:, self._q_width :]  # rows [T, L + R]
+        if self._q_up is not None:
+            norm, q_b = self._q_up
+            q = q_b(norm(q))
+        q = q.view(num_tokens, dims.num_heads, dims.qk)
+        weight, eps = self._latent_norm
+        cos, sin = turns
+        norm_rope_write_(
+            rows,
+            q[..., dims.nope :],
+            weight,
+            eps,
+            cos,
+            sin,
+            ctx.pool.layer(self.layer_idx),
+            ctx.slots,
+        )
         o = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
         self._out.add_to(out, o.view(num_tokens, -1))

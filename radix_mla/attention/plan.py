@@ -14,6 +14,7 @@ import torch
 from radix_mla.attention.backend import MHAWork, MQAWork
 from radix_mla.attention.chunk_plan import ContextChunk, pack_whole, plan_chunks
 from radix_mla.attention.metadata import cumulative
+from radix_mla.attention.upload import to_device
 from radix_mla.cache.kv_pool import slots_of
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _context_pass(
         for s in chunk.segments
     ]
     return ContextPass(
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        slots=to_device(np.concatenate(slots), device),
         first=int(cu_q[first]),
         last=int(cu_q[last]),
         work=MHAWork(
@@ -169,7 +170,7 @@ def _one_shot(
         passes.append(
             OneShotPass(
                 tokens=_token_set(batch, members, device),
-                slots=torch.from_numpy(np.concatenate(slots)).to(device),
+                slots=to_device(np.concatenate(slots), device),
                 work=MHAWork(cumulative(batch.num_new[members]), cumulative(lengths[group]), True),
             )
         )
@@ -181,4 +182,4 @@ def _token_set(batch: RaggedBatch, ids: list[int], device: torch.device | str) -
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return slice(int(batch.cu_q[ids[0]]), int(batch.cu_q[ids[-1] + 1]))
     index = [np.arange(batch.cu_q[i], batch.cu_q[i + 1]) for i in ids]
-    return torch.from_numpy(np.concatenate(index)).to(device)
+    return to_device(np.concatenate(index), device)

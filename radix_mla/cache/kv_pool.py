@@ -15,7 +15,7 @@ import torch
 
 from kernels.kv_gather import kv_gather
 from kernels.latent_write import latent_write
-from kernels.page_copy import page_copy
+from kernels.page_copy import page_copy, pool_table
 
 if TYPE_CHECKING:
     from radix_mla.cache.kv_layout import KVLayout
@@ -41,6 +41,7 @@ class KVPool:
         self._layers = [
             torch.empty(shape, dtype=layout.dtype, device=device) for _ in range(num_layers)
         ]
+        self._table = pool_table(self._layers)
 
     @property
     def num_layers(self) -> int:
@@ -77,8 +78,7 @@ class KVPool:
         for batch in _independent(copies):
             src = self._first_slots([(c.src_page, c.num_rows) for c in batch])
             dst = self._first_slots([(c.dst_page, c.num_rows) for c in batch])
-            for buffer in self._layers:
-                page_copy(buffer, src, dst)
+            page_copy(self._layers, src, dst, table=self._table)
 
     def _first_slots(self, pages: list[tuple[int, int]]) -> torch.Tensor:
         """int64, on the device: slots of the first rows of pages [(page, num_rows)]."""

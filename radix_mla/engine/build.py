@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 
 from radix_mla.cache.eviction import FIFO, LFU, LRU, EvictionPolicy
 from radix_mla.cache.prefix_cache import PrefixCache
-from radix_mla.config import EngineConfig, ResolvedConfig, detect_hardware
+from radix_mla.config import EngineConfig, Hardware, ResolvedConfig, detect_hardware
 from radix_mla.engine.engine import Engine
-from radix_mla.engine.model_runner import DTYPES, ModelRunner, make_pool
+from radix_mla.engine.memory import CudaMemory, explain_out_of_memory, measure_steps, size_pool
+from radix_mla.engine.model_runner import DTYPES, CausalLM, ModelRunner, make_pool
 from radix_mla.engine.vocabulary import num_token_ids
 from radix_mla.errors import ConfigError
 from radix_mla.models.checkpoint import load_model, locate
@@ -24,6 +25,8 @@ from radix_mla.sampling.sampler import Sampler
 from radix_mla.scheduler.budget import Limits
 from radix_mla.scheduler.policy import load_policy
 from radix_mla.scheduler.scheduler import Scheduler
+
+_GRAPH_BYTES = 2 << 30  # CUDA graphs of small steps, their activations and logits
 
 # (stage, done, total): bytes for "weights"; 0 of 1 and 1 of 1 for the others.
 Progress = Callable[[str, int, int], None]
@@ -39,24 +42,29 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     report = progress or (lambda stage, done, total: None)
     report("config", 0, 1)
     folder = locate(config.model)
-    model_config = ModelConfig.from_dir(folder)
+    model_config = ModelConfig.from_dir(folder, config.hf_overrides)
     defaults = GenerationDefaults.from_dir(folder, model_config)
-    resolved = config.resolve(model_config, detect_hardware(config.device))
+    hardware = detect_hardware(config.device)
+    resolved = config.resolve(model_config, hardware)
     policy, eviction = load_policy(resolved.schedule_policy), load_eviction(resolved)
     report("config", 1, 1)
 
     torch.set_num_threads(resolved.num_threads)
-    model = load_model(
-        folder,
-        model_config,
-        dtype=DTYPES[resolved.dtype],
-        device=resolved.device,
-        load_format=resolved.load_format,
-        progress=lambda done, total: report("weights", done, total),
-    )
+    with explain_out_of_memory(resolved, "loading the weights"):
+        model = load_model(
+            folder,
+            model_config,
+            dtype=DTYPES[resolved.dtype],
+            device=resolved.device,
+            load_format=resolved.load_format,
+            progress=lambda done, total: report("weights", done, total),
+        )
     report("warm-up", 0, 1)
-    runner = ModelRunner(model, make_pool(model_config, resolved), resolved)
-    runner.warm_up()
+    if resolved.device.startswith("cuda"):
+        resolved = fit_gpu(config, hardware, model, resolved)
+    with explain_out_of_memory(resolved, "allocating the KV pool and capturing steps"):
+        runner = ModelRunner(model, make_pool(model_config, resolved), resolved)
+        runner.warm_up(lambda done, total: report("warm-up", done, total))
     report("warm-up", 1, 1)
 
     num_sampleable = min(model_config.vocab_size, num_token_ids(folder) or model_config.vocab_size)
@@ -73,6 +81,25 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             str(folder), eos_ids=defaults.eos_token_ids, vocab_size=num_sampleable
         ),
         info=describe(folder, model_config, defaults, resolved, runner, num_sampleable),
+    )
+
+
+def fit_gpu(
+    asked: EngineConfig, hardware: Hardware, model: CausalLM, resolved: ResolvedConfig
+) -> ResolvedConfig:
+    """`resolved` with the pages that a profile run leaves room for. Raises ConfigError: none do."""
+    memory = CudaMemory(resolved.device)
+    with explain_out_of_memory(resolved, f"a step of {resolved.max_num_batched_tokens} tokens"):
+        pool = make_pool(model.config, replace(resolved, num_pages=1))
+        runner = ModelRunner(model, pool, resolved)
+        step_bytes = measure_steps(resolved, pool.dummy_page, runner.execute, memory)
+    return size_pool(
+        asked,
+        model.config,
+        hardware,
+        step_bytes=step_bytes,
+        memory=memory,
+        graph_bytes=_GRAPH_BYTES,
     )
 
 
@@ -114,7 +141,7 @@ def describe(
 ) -> dict[str, Any]:
     """Ready.info: plain values only."""
     resolved = asdict(config)
-    decisions = [*resolved.pop("decisions"), f"attention_backend: {runner.backend_reason}"]
+    decisions = list(resolved.pop("decisions"))
     return {
         "model": config.model,
         "model_path": str(folder),

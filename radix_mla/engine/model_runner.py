@@ -8,23 +8,27 @@ It holds the model, the pool and the workspace; it knows no requests and frees n
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from radix_mla.attention.backend import select_backend
 from radix_mla.attention.context import ForwardContext
-from radix_mla.attention.forms import CPU_RATES, FormChooser
+from radix_mla.attention.forms import FormChooser, rates_of
 from radix_mla.attention.metadata import RaggedBatch
 from radix_mla.attention.mla import mla_dims
 from radix_mla.attention.plan import plan_attention
+from radix_mla.attention.select import choose_backends, make_backend, setting_of
+from radix_mla.attention.upload import to_device
 from radix_mla.attention.workspace import Workspace
 from radix_mla.cache.kv_layout import KVLayout
 from radix_mla.cache.kv_pool import KVPool
+from radix_mla.engine.captured import MAX_TOKENS, CapturedSteps, StepOutputs
 from radix_mla.engine.step import Chunk, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from radix_mla.attention.plan import AttentionPlan
     from radix_mla.config import ResolvedConfig
     from radix_mla.models.hf_config import ModelConfig
 
@@ -59,13 +63,9 @@ class ModelRunner:
         self._model = model
         self.pool = pool
         self._device = config.device
-        self.backend, self.backend_reason = select_backend(
-            config.attention_backend,
-            config.device,
-            kv_dtype=config.kv_dtype,
-            page_size=config.page_size,
-        )
         dims = mla_dims(model.config)
+        setting = setting_of(config, dims)
+        self.backend = make_backend(choose_backends(config.attention_backend, setting), setting)
         context_rows = min(config.workspace_tokens, config.kv_tokens)
         self.workspace = Workspace(
             dims,
@@ -76,7 +76,9 @@ class ModelRunner:
             device=config.device,
         )
         forced = None if config.attention_form == "auto" else config.attention_form
-        self._forms = FormChooser(dims, context_rows, CPU_RATES, forced)
+        self._forms = FormChooser(dims, context_rows, rates_of(config.device), forced)
+        self._max_num_seqs = config.max_num_seqs
+        self._captured: CapturedSteps | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -84,75 +86,144 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs the step. Blocks until the logits are there; rows of all its tokens are stored."""
-        begin = time.perf_counter()
+        """Runs the step; on a GPU it is queued, and reading the result's parts waits for them."""
+        clock = self._clock()
         self.pool.copy(plan.copies)
         batch = RaggedBatch.of(plan.chunks, self.pool.page_size)
-        attention = plan_attention(batch, self._forms, self._device)
-        self.backend.plan(attention.mha, attention.absorbed.work if attention.absorbed else None)
+        tokens = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
+        asked = np.array([chunk.num_logits for chunk in plan.chunks], dtype=np.int64)
+        rows = _logit_rows(batch.cu_q, asked)
+        outputs, paths, num_context_chunks = None, {"absorbed": len(tokens)}, 0
+        if self._captured is not None and self._forms.all_absorbed(batch):
+            outputs = self._captured.run(batch, tokens, rows)
+        if outputs is None:
+            attention = plan_attention(batch, self._forms, self._device)
+            outputs = self._run_eager(batch, attention, tokens, rows)
+            paths, num_context_chunks = attention.paths, attention.num_context_chunks
+        return StepResult(
+            logits=outputs.logits,
+            rows_finite=_chunks_finite(outputs, batch.cu_q, asked),
+            paths=paths,
+            num_context_chunks=num_context_chunks,
+            forward_s=clock.stop(),
+        )
+
+    def _run_eager(
+        self, batch: RaggedBatch, attention: AttentionPlan, tokens: np.ndarray, rows: np.ndarray
+    ) -> StepOutputs:
+        absorbed = attention.absorbed.work if attention.absorbed else None
+        self.backend.plan(attention.mha, absorbed)
         ctx = ForwardContext(
-            positions=torch.from_numpy(batch.positions).to(self._device),
-            slots=torch.from_numpy(batch.slots).to(self._device),
+            positions=to_device(batch.positions, self._device),
+            slots=to_device(batch.slots, self._device),
             plan=attention,
             pool=self.pool,
             workspace=self.workspace,
             backend=self.backend,
             first_slot=int(batch.slots[0]) if _is_run(batch.slots) else None,
         )
-        tokens = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
-        hidden = self._model(torch.from_numpy(tokens).to(self._device), ctx)  # [T, D]
-        logits, asked = self._logits(plan.chunks, batch, hidden)
-        finite = self._finite(ctx.slots, hidden, logits, batch, asked)
-        return StepResult(
-            logits=logits,
-            rows_finite=finite,
-            paths=attention.paths,
-            num_context_chunks=attention.num_context_chunks,
-            forward_s=time.perf_counter() - begin,
-        )
+        every = len(rows) == len(tokens)  # then they are in order
+        of = None if every else to_device(rows, self._device)
+        return self._forward(to_device(tokens, self._device), ctx, of, None)
 
-    def warm_up(self) -> None:
-        """One prefill and one decode into the dummy page: allocates, starts threads, loads code."""
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        ctx: ForwardContext,
+        rows: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> StepOutputs:
+        """tokens int64 [T]; rows int64 [M] of the hidden states that need logits, None: all.
+
+        A token attends to its own row, so a bad row of any layer reaches its final hidden state,
+        but for the last layer's own rounding to the KV dtype: these rows are read back.
+        """
+        hidden = self._model(tokens, ctx)  # [T, D]
+        chosen = hidden if rows is None else hidden.index_select(0, rows)
+        logits = self._model.compute_logits(chosen)
+        if out is not None:
+            logits = out.copy_(logits)
+        last = self.pool.layer(self.pool.num_layers - 1)[ctx.slots]
+        total = hidden.float().sum(dim=-1) + last.float().sum(dim=-1)  # [T], NaN or inf if any is
+        return StepOutputs(logits, torch.isfinite(total), torch.isfinite(logits.sum(dim=-1)))
+
+    @torch.inference_mode()
+    def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Prefills and decodes into the dummy page: allocates, starts threads, loads and compiles
+        code. On a GPU it then captures small steps; `report` hears how many of them are done.
+        """
         page = np.array([self.pool.dummy_page], dtype=np.int32)
         rows = min(self.pool.page_size, self.workspace.step_tokens)
         prompt = Chunk(np.zeros(rows, dtype=np.int32), 0, page, 1, is_decode=False)
         decode = Chunk(np.zeros(1, dtype=np.int32), rows - 1, page, 1, is_decode=True)
         for chunk in (prompt, decode):
             self.execute(StepPlan(step_id=0, chunks=[chunk], copies=[]))
+        if self._device.startswith("cuda") and getattr(self.backend, "static_mqa", None):
+            captured = CapturedSteps(
+                self._forward,
+                self.backend,
+                self.pool,
+                self.workspace,
+                max_tokens=self.workspace.step_tokens,
+                max_logits=min(MAX_TOKENS, self._max_num_seqs),
+                vocab_size=self._model.config.vocab_size,
+            )
+            captured.capture(report)
+            self._captured = captured
 
-    def _logits(
-        self, chunks: list[Chunk], batch: RaggedBatch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """(logits [N, vocab] of each chunk's last num_logits tokens, N counts by chunk [B])."""
-        asked = np.array([chunk.num_logits for chunk in chunks], dtype=np.int64)
-        first = batch.cu_q[1:] - asked
-        index = np.repeat(first - (np.cumsum(asked) - asked), asked) + np.arange(asked.sum())
-        if len(index) < hidden.shape[0]:
-            hidden = hidden[torch.from_numpy(index).to(hidden.device)]
-        return self._model.compute_logits(hidden), asked
+    def _clock(self) -> _HostClock | _DeviceClock:
+        return _DeviceClock() if self._device.startswith("cuda") else _HostClock()
 
-    def _finite(
-        self,
-        slots: torch.Tensor,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        batch: RaggedBatch,
-        asked: np.ndarray,
-    ) -> np.ndarray:
-        """bool [B]: whether a chunk's rows, hidden states and logits are all finite.
 
-        A token attends to its own row, so a bad row of any layer reaches its final hidden state,
-        but for the last layer's own rounding to the KV dtype: these rows are read back.
-        """
-        last = self.pool.layer(self.pool.num_layers - 1)[slots]
-        total = hidden.float().sum(dim=-1) + last.float().sum(dim=-1)  # [T], NaN or inf if any is
-        bad = ~torch.isfinite(total).cpu().numpy()
-        finite = ~np.logical_or.reduceat(bad, batch.cu_q[:-1])
-        if len(logits):
-            bad_logits = ~torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
-            owner = np.repeat(np.arange(len(asked)), asked)
-            finite[owner[bad_logits]] = False
+class _HostClock:
+    """The host is the device: the time between `__init__` and `stop`."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+class _DeviceClock:
+    """By events in the stream."""
+
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record()
+
+    def stop(self) -> Callable[[], float]:
+        """Seconds, once the work queued in between is done; asking waits for it."""
+        self._end.record()
+        return self._elapsed_s
+
+    def _elapsed_s(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+def _logit_rows(cu_q: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """int64 [M]: the last asked[i] tokens of each chunk i."""
+    first = cu_q[1:] - asked
+    return np.repeat(first - (np.cumsum(asked) - asked), asked) + np.arange(asked.sum())
+
+
+def _chunks_finite(
+    outputs: StepOutputs, cu_q: np.ndarray, asked: np.ndarray
+) -> np.ndarray | Callable[[], np.ndarray]:
+    """bool [B]: whether a chunk's rows, hidden states and logits are all finite; deferred where
+    the device still works on it.
+    """
+
+    def read() -> np.ndarray:
+        tokens, logits = outputs.tokens_finite.cpu().numpy(), outputs.logits_finite.cpu().numpy()
+        finite = np.logical_and.reduceat(tokens, cu_q[:-1])
+        owner = np.repeat(np.arange(len(asked)), asked)
+        finite[owner[~logits]] = False
         return finite
+
+    return read if outputs.tokens_finite.is_cuda else read()
 
 
 def _is_run(slots: np.ndarray) -> bool:

@@ -5,7 +5,9 @@ schedule ─ StepPlan ─► run ─ StepResult ─► postprocess
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,16 +48,37 @@ class StepPlan:
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """logits: fp32 [sum of num_logits, vocab], in chunk order (CPU or device).
+    """What a forward pass left.
 
-    `rows_finite`: bool [num chunks]; False where a chunk wrote a non-finite KV row: that sequence
-    must fail and its rows must not be committed. `paths` counts tokens an attention path.
+    logits: fp32 [sum of num_logits, vocab], in chunk order (CPU or device). `paths` counts tokens
+    an attention path. On a GPU the step may still run: `rows_finite` and `forward_s` wait for it.
     """
 
-    logits: torch.Tensor
-    rows_finite: np.ndarray
-    paths: dict[str, int]
-    num_context_chunks: int
-    forward_s: float
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        rows_finite: np.ndarray | Callable[[], np.ndarray],
+        paths: dict[str, int],
+        num_context_chunks: int,
+        forward_s: float | Callable[[], float],
+    ) -> None:
+        self.logits = logits
+        self.paths = paths
+        self.num_context_chunks = num_context_chunks
+        self._rows_finite = rows_finite
+        self._forward_s = forward_s
+
+    @cached_property
+    def rows_finite(self) -> np.ndarray:
+        """bool [num chunks]; False where a chunk wrote a non-finite KV row: that sequence must fail
+        and its rows must not be committed.
+        """
+        known = self._rows_finite
+        return known() if callable(known) else known
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Seconds that the device took."""
+        known = self._forward_s
+        return known() if callable(known) else known

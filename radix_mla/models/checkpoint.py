@@ -15,18 +15,21 @@ import torch
 from kernels.fp8 import dequantize_blocks
 from radix_mla.errors import CheckpointError
 from radix_mla.models.deepseek import DeepseekForCausalLM
+from radix_mla.models.dummy import fill_dummy
+from radix_mla.models.fp8_weight import FP8
+from radix_mla.models.fused_moe import FusedExperts
 from radix_mla.models.hf_config import FP8_BLOCK, ModelConfig
 from radix_mla.models.hub import locate
+from radix_mla.models.layers import Linear
 from radix_mla.models.tensor_files import DTYPE_BYTES, TensorFiles
-from radix_mla.models.weight_map import checkpoint_targets, is_ignored, to_interleaved
+from radix_mla.models.weight_map import Target, checkpoint_targets, is_ignored, to_interleaved
 
-__all__ = ["Progress", "fill_dummy", "load_model", "locate"]
+__all__ = ["Progress", "load_model", "locate"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor."""
 
 _SCALE = "_scale_inv"  # `weight` + this: the block scales of an FP8 matrix
-_DUMMY_SEED = 0
 
 
 def load_model(
@@ -37,25 +40,51 @@ def load_model(
     device: torch.device | str,
     load_format: Literal["auto", "dummy"] = "auto",
     progress: Progress | None = None,
+    fused: bool | None = None,
+    fp8: bool | None = None,
 ) -> DeepseekForCausalLM:
-    """The model, loaded and finalized. `load_format` "dummy" needs no weight files.
+    """The model, loaded and finalized, its weights written to the device once, in their last place.
 
-    Raises CheckpointError for a missing, unknown, misshapen or unreadable tensor, by name; there
-    is no partial model.
+    `load_format` "dummy" needs no weight files. `fused` and `fp8`: see `DeepseekForCausalLM`; FP8
+    weights that the model does not keep are dequantised. Raises CheckpointError for a missing,
+    unknown, misshapen or unreadable tensor, by name; there is no partial model.
     """
+
+    def make() -> DeepseekForCausalLM:
+        return DeepseekForCausalLM(config, dtype=dtype, device=device, fused=fused, fp8=fp8)
+
     if load_format == "dummy":
-        model = DeepseekForCausalLM(config, dtype=dtype, device=device)
+        model = make()
         fill_dummy(model)
     else:
         with TensorFiles(Path(path)) as files:
-            model = DeepseekForCausalLM(config, dtype=dtype, device=device)
-            _load(checkpoint_targets(model), files, config, progress)
+            model = make()
+            _load(_targets(model, files), files, config, progress)
     model.finalize()
     return model
 
 
+def _targets(model: DeepseekForCausalLM, files: TensorFiles) -> dict[str, Target]:
+    """`checkpoint_targets`, after layers whose tensors are not FP8 in the files have become dense.
+
+    FP8 checkpoints leave some matrices out (`modules_to_not_convert`).
+    """
+    targets = checkpoint_targets(model)
+    dense = {
+        target.owner
+        for name, target in targets.items()
+        if target.view.dtype == FP8
+        and (info := files.tensors.get(name)) is not None
+        and info.dtype != "F8_E4M3"
+    }
+    for owner in dense:
+        assert isinstance(owner, Linear | FusedExperts), "nothing else holds FP8"
+        owner.to_dense()
+    return checkpoint_targets(model) if dense else targets
+
+
 def _load(
-    targets: dict[str, torch.Tensor],
+    targets: dict[str, Target],
     files: TensorFiles,
     config: ModelConfig,
     progress: Progress | None,
@@ -65,22 +94,24 @@ def _load(
     total, done = sum(sizes.values()), 0
     # File by file, in order of offsets as far as names tell: the files are mapped and read ahead.
     for name in sorted(targets, key=lambda name: (files.tensors[name].file, name)):
-        tensor = files.read(name)
-        if tensor.dtype == torch.float8_e4m3fn:
-            tensor = dequantize_blocks(tensor, files.read(name + _SCALE), block=FP8_BLOCK)
-        targets[name].copy_(to_interleaved(name, tensor, config))
+        tensor, target = files.read(name), targets[name]
+        if tensor.dtype == FP8 and target.view.dtype != FP8:
+            device = target.view.device  # widened where it will live: half the bytes to move
+            scale = files.read(name + _SCALE).to(device)
+            tensor = dequantize_blocks(tensor.to(device), scale, block=FP8_BLOCK)
+        target.fill(to_interleaved(name, tensor, config))
         done += sizes[name]
         if progress is not None:
             progress(done, total)
 
 
-def _check(targets: dict[str, torch.Tensor], files: TensorFiles, config: ModelConfig) -> None:
+def _check(targets: dict[str, Target], files: TensorFiles, config: ModelConfig) -> None:
     """Names, shapes and dtypes, from the headers alone."""
     for name, target in targets.items():
         if name not in files.tensors:
             raise CheckpointError(f"the checkpoint has no tensor {name}")
         info = files.tensors[name]
-        if info.shape != tuple(target.shape):
+        if info.shape != target.shape:
             raise CheckpointError(
                 f"{info.file}: {name} has shape {list(info.shape)}, "
                 f"the config says {list(target.shape)}"
@@ -119,26 +150,3 @@ def _check_scale(name: str, files: TensorFiles, config: ModelConfig) -> None:
 
 def _bytes(files: TensorFiles, name: str) -> int:
     return DTYPE_BYTES[files.tensors[name].dtype]
-
-
-def fill_dummy(model: DeepseekForCausalLM) -> None:
-    """Random weights at unit scale: norms 1, biases 0, embeddings N(0, 1), matrices N(0, 1/fan_in).
-
-    With smaller weights every sequence would decode the same token and hit the same experts. The
-    values are ones that bf16 holds, as in the checkpoints they stand for; the seed is fixed.
-    """
-    generators: dict[torch.device, torch.Generator] = {}
-    for name, param in model.named_parameters():
-        if name.endswith("norm.weight"):
-            param.data.fill_(1.0)
-        elif name.endswith(("bias",)):
-            param.data.zero_()
-        else:
-            device = param.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(_DUMMY_SEED)
-            std = 1.0 if name.endswith("embed_tokens.weight") else param.shape[-1] ** -0.5
-            for part in param.data if param.dim() == 3 else (param.data,):
-                values = torch.empty(part.shape, device=device)
-                values.normal_(0.0, std, generator=generators[device])
-                part.copy_(values.bfloat16())

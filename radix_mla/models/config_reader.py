@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,21 +28,31 @@ def read_json(path: Path) -> dict[str, Any]:
 class ConfigReader:
     """Reads typed values; `null` counts as missing. Every error is a CheckpointError with the key.
 
-    A key without a default must be there.
+    A key without a default must be there. `read` gathers the keys that were asked for, those of
+    sections as "section.key".
     """
 
-    __slots__ = ("_source", "raw")
+    __slots__ = ("_prefix", "_raw", "_source", "read")
 
     def __init__(self, raw: Mapping[str, Any], *, source: str = "config.json") -> None:
-        self.raw = raw
+        self._raw = raw
         self._source = source
+        self._prefix = ""
+        self.read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """The value as it is; None where it is missing."""
+        self.read.add(self._prefix + key)
+        return self._raw.get(key)
 
     def section(self, key: str) -> ConfigReader:
         """The object under `key`; an empty one where it is missing."""
-        value = self.raw.get(key) or {}
+        value = self.get(key) or {}
         if not isinstance(value, Mapping):
             raise self._malformed(key, value, "an object")
-        return ConfigReader(value, source=f"{self._source}: {key}")
+        section = ConfigReader(value, source=f"{self._source}: {key}")
+        section.read, section._prefix = self.read, f"{self._prefix}{key}."
+        return section
 
     def size(self, key: str) -> int:
         """An integer ≥ 1."""
@@ -58,7 +68,7 @@ class ConfigReader:
 
     def optional_count(self, key: str) -> int | None:
         """An integer ≥ 0, or None where the key is missing."""
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -69,7 +79,7 @@ class ConfigReader:
         return self._present(key, self.optional_number(key))
 
     def optional_number(self, key: str) -> float | None:
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -77,7 +87,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
             return self._present(key, default)
         if not isinstance(value, bool):
@@ -85,7 +95,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str) -> str:
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, str):
@@ -94,7 +104,7 @@ class ConfigReader:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id, a list of ids, or nothing."""
-        value = self.raw.get(key)
+        value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise self._malformed(key, value, "a token id or a list of them")
@@ -107,3 +117,22 @@ class ConfigReader:
 
     def _malformed(self, key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self._source}: {key} is {value!r}, it must be {wanted}")
+
+
+def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `raw` with the values of `overrides`; objects are merged key by key."""
+    merged = dict(raw)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = merge_overrides(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def flat_keys(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of `raw`; those of objects in it as "section.key"."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key

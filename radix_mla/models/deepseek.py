@@ -1,6 +1,7 @@
 """DeepSeek V2/V3-style decoder: MLA attention, dense or MoE feed-forward. T tokens, D hidden.
 
-Parameter names are the checkpoint's, but for gate and up projections, which are merged.
+Parameter names are the checkpoint's, but for gate and up projections, which are merged, and the
+shared experts of a fused model, which are in the stacks of the routed ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from kernels.linear_fp32 import linear_fp32
 from radix_mla.attention.mla import MLAAttention
 from radix_mla.models.hf_config import ModelConfig
 from radix_mla.models.layers import Embedding, GatedMLP, Linear, RMSNorm
@@ -35,15 +37,23 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on the normed residual stream and added to it."""
 
     def __init__(
-        self, config: ModelConfig, layer_idx: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fused: bool,
+        fp8: bool,
     ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = MLAAttention(config, layer_idx, dtype=dtype, device=device)
+        self._fused = fused
+        self.self_attn = MLAAttention(config, layer_idx, dtype=dtype, device=device, fp8=fp8)
         self.mlp: MoE | GatedMLP = (
-            MoE(config, dtype=dtype, device=device)
+            MoE(config, dtype=dtype, device=device, fused=fused, fp8=fp8)
             if config.is_moe_layer(layer_idx)
-            else GatedMLP(hidden, config.intermediate_size, dtype=dtype, device=device)
+            else GatedMLP(hidden, config.intermediate_size, dtype=dtype, device=device, fp8=fp8)
         )
         self.input_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
@@ -59,7 +69,7 @@ class DecoderLayer(nn.Module):
         # Bound methods: a decode step is made of small calls, and `nn.Module` doubles their price.
         self._steps = (
             self.input_layernorm.forward,
-            self.self_attn.add_to,
+            self.self_attn.add_to_fused if self._fused else self.self_attn.add_to,
             self.post_attention_layernorm.forward,
             self.mlp.add_to,
         )
@@ -76,17 +86,23 @@ class DeepseekModel(nn.Module):
     """Embedding, layers and final norm."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fused: bool,
+        fp8: bool,
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer_idx, dtype=dtype, device=device)
+            DecoderLayer(config, layer_idx, dtype=dtype, device=device, fused=fused, fp8=fp8)
             for layer_idx in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype, device=device)
-        self.rotary_emb = RotaryEmbedding(config, device=device)
+        self.rotary_emb = RotaryEmbedding(config, device=device, tables=fused)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         return (cast(DecoderLayer, layer) for layer in self.layers)
@@ -101,14 +117,29 @@ class DeepseekModel(nn.Module):
 
 
 class DeepseekForCausalLM(nn.Module):
-    """The served model; `load_model` makes one with its weights. For inference only."""
+    """The served model; `load_model` makes one with its weights. For inference only.
+
+    `fused`: the GPU's form of the layers; default: on a GPU. `fp8`: FP8 checkpoints stay FP8 in
+    memory; default: on a GPU that multiplies e4m3, in bf16. A fused forward asks nothing of the
+    host and has no shape that depends on data: a CUDA graph can hold it, if the attention can.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fused: bool | None = None,
+        fp8: bool | None = None,
     ) -> None:
         super().__init__()
+        if fused is None:
+            fused = torch.device(device).type == "cuda"
+        fp8 = config.fp8 and (_keeps_fp8(device, dtype) if fp8 is None else fp8)
         self.config = config
-        self.model = DeepseekModel(config, dtype=dtype, device=device)
+        self._fused = fused
+        self.model = DeepseekModel(config, dtype=dtype, device=device, fused=fused, fp8=fp8)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -118,7 +149,8 @@ class DeepseekForCausalLM(nn.Module):
         for layer in self.model.decoder_layers():
             layer.finalize()
         self.model.norm.finalize()
-        self.lm_head.pack()
+        if not self._fused:
+            self.lm_head.pack()
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -129,5 +161,14 @@ class DeepseekForCausalLM(nn.Module):
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] → fp32 [N, vocab]."""
+        if self._fused:
+            return linear_fp32(hidden, self.lm_head.weight)
         logits: torch.Tensor = self.lm_head(hidden)
         return logits.float()
+
+
+def _keeps_fp8(device: torch.device | str, dtype: torch.dtype) -> bool:
+    device = torch.device(device)
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

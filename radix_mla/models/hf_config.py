@@ -10,24 +10,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from radix_mla.errors import CheckpointError, UnsupportedModel
-from radix_mla.models.config_reader import ConfigReader, read_json
+from radix_mla.errors import CheckpointError, ConfigError, UnsupportedModel
+from radix_mla.models.config_reader import ConfigReader, flat_keys, merge_overrides, read_json
 from radix_mla.models.generation_config import GenerationDefaults
+from radix_mla.models.moe_config import ScoringFunc, TopkMethod, read_moe
 from radix_mla.models.rope_scaling import YarnScaling, read_rope
 
 __all__ = ["FP8_BLOCK", "GenerationDefaults", "ModelConfig", "ScoringFunc", "TopkMethod"]
 
-TopkMethod = Literal["greedy", "group_limited_greedy", "noaux_tc"]
-ScoringFunc = Literal["softmax", "sigmoid"]
-
 FP8_BLOCK = 128
 
-# model_type → architecture, for configs that were saved without `architectures`.
+# model_type → architecture, for configs that were saved without `architectures`. Moonlight and
+# Kimi-K2 are DeepSeek-V3 with other numbers, and so is GLM-4.7-Flash, whatever its name.
 _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "KimiK2ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "youtu": "YoutuForCausalLM",
 }
 _SPARSE_KEYS = ("index_topk", "index_n_heads", "index_head_dim", "compress_ratios")
@@ -81,18 +82,30 @@ class ModelConfig:
     fp8: bool
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Reads `path`/config.json.
+    def from_dir(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Reads `path`/config.json, with the values of `overrides` in place of its own.
 
-        Raises CheckpointError (file missing, not JSON, missing or malformed key) or
-        UnsupportedModel; both name the key.
+        Raises CheckpointError (file missing, not JSON, missing or malformed key), UnsupportedModel
+        or, for an override that nothing reads, ConfigError; all name the key.
         """
-        return cls.from_hf_dict(read_json(Path(path) / "config.json"))
+        return cls.from_hf_dict(read_json(Path(path) / "config.json"), overrides)
 
     @classmethod
-    def from_hf_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
+    def from_hf_dict(
+        cls, raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
         """From the parsed config.json, in old (`rope_scaling`) or new (`rope_parameters`) words."""
-        reader = ConfigReader(raw)
+        reader = ConfigReader(merge_overrides(raw, overrides or {}))
+        config = cls._from_reader(reader)
+        unread = [key for key in flat_keys(overrides or {}) if key not in reader.read]
+        if unread:
+            raise ConfigError(
+                f"hf_overrides: {unread[0]} is no key of config.json that is read here"
+            )
+        return config
+
+    @classmethod
+    def _from_reader(cls, reader: ConfigReader) -> ModelConfig:
         architecture = _architecture(reader)
         is_v2 = architecture == "DeepseekV2ForCausalLM"
         rope_theta, yarn = read_rope(reader)
@@ -131,7 +144,7 @@ class ModelConfig:
             eos_token_ids=reader.token_ids("eos_token_id"),
             num_nextn_predict_layers=reader.count("num_nextn_predict_layers", 0),
             fp8=_is_fp8(reader),
-            **_moe(reader, is_v2=is_v2, dense=architecture == "YoutuForCausalLM"),
+            **read_moe(reader, is_v2=is_v2, dense=architecture == "YoutuForCausalLM"),
         )
 
     @property
@@ -201,10 +214,10 @@ class ModelConfig:
 
 
 def _architecture(reader: ConfigReader) -> str:
-    names = reader.raw.get("architectures") or []
-    model_type = reader.raw.get("model_type")
+    names = reader.get("architectures") or []
+    model_type = reader.get("model_type")
     name = str(names[0]) if names else _ARCHITECTURES.get(str(model_type))
-    sparse = next((key for key in _SPARSE_KEYS if reader.raw.get(key) is not None), None)
+    sparse = next((key for key in _SPARSE_KEYS if reader.get(key) is not None), None)
     if sparse or (name or "").startswith(_SPARSE_ARCHITECTURES):
         raise UnsupportedModel(
             f"{name or model_type} uses sparse attention"
@@ -220,75 +233,15 @@ def _architecture(reader: ConfigReader) -> str:
     return name
 
 
-def _moe(reader: ConfigReader, *, is_v2: bool, dense: bool) -> dict[str, Any]:
-    """The MoE fields. Where both architectures' defaults differ, the key must be there."""
-    num_experts = 0 if dense else reader.count("n_routed_experts", 0)
-    if num_experts == 0:
-        return {
-            "n_routed_experts": 0,
-            "n_shared_experts": 0,
-            "num_experts_per_tok": 0,
-            "moe_intermediate_size": 0,
-            "first_k_dense_replace": 0,
-            "moe_layer_freq": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "greedy",
-            "scoring_func": "softmax",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-        }
-    method = reader.text("topk_method", "greedy" if is_v2 else "noaux_tc")
-    scoring = reader.text("scoring_func", "softmax" if is_v2 else "sigmoid")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise UnsupportedModel(f"topk_method {method!r} is not supported")
-    if scoring not in ("softmax", "sigmoid"):
-        raise UnsupportedModel(f"scoring_func {scoring!r} is not supported")
-    n_group = reader.count("n_group", 1) or 1
-    topk_group = reader.count("topk_group", 1) or 1
-    top_k = reader.size("num_experts_per_tok")
-    _check_groups(num_experts, n_group, topk_group, top_k, grouped=method != "greedy")
-    return {
-        "n_routed_experts": num_experts,
-        "n_shared_experts": reader.count("n_shared_experts", 0),
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": reader.size("moe_intermediate_size"),
-        "first_k_dense_replace": reader.count("first_k_dense_replace"),
-        "moe_layer_freq": reader.count("moe_layer_freq", 1) or 1,
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "topk_method": cast(TopkMethod, method),
-        "scoring_func": cast(ScoringFunc, scoring),
-        "norm_topk_prob": reader.flag("norm_topk_prob", False if is_v2 else None),
-        "routed_scaling_factor": reader.number("routed_scaling_factor"),
-    }
-
-
-def _check_groups(
-    num_experts: int, n_group: int, topk_group: int, top_k: int, *, grouped: bool
-) -> None:
-    if grouped and num_experts % n_group:
-        raise CheckpointError(
-            f"config.json: n_routed_experts {num_experts} is no multiple of n_group {n_group}"
-        )
-    if grouped and topk_group > n_group:
-        raise CheckpointError(f"config.json: topk_group {topk_group} is above n_group {n_group}")
-    choice = num_experts // n_group * topk_group if grouped else num_experts
-    if top_k > choice:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok {top_k} is above the {choice} experts to choose from"
-        )
-
-
 def _is_fp8(reader: ConfigReader) -> bool:
     """Whether weights may be block-scaled e4m3. Any other quantization is refused by name."""
-    if not reader.raw.get("quantization_config"):
+    if not reader.get("quantization_config"):
         return False
     quant = reader.section("quantization_config")
     method = quant.text("quant_method", "")
     if method != "fp8":
         raise UnsupportedModel(f"quantization_config: quant_method {method!r} is not supported")
-    block = quant.raw.get("weight_block_size")
+    block = quant.get("weight_block_size")
     if list(block or []) != [FP8_BLOCK, FP8_BLOCK]:
         raise UnsupportedModel(
             f"quantization_config: weight_block_size {block} is not supported: [128, 128] only"

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kernels.fp8 import BLOCK
 from kernels.rmsnorm import rms_norm, rms_norm_scaled, rms_norm_scaled_, scaled_weight
 from kernels.silu_mul import silu_mul
+from radix_mla.models.fp8_weight import FP8, Fp8Weight, fuse_fp8, num_blocks
 from radix_mla.models.packed import DenseWeight, PackedWeight, PlainWeight, plain_weight
 
 
@@ -20,9 +22,14 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str)
 
 
 class Linear(nn.Module):
-    """y = x · weightᵀ (+ bias); weight [out, in]."""
+    """y = x · weightᵀ (+ bias); weight [out, in].
+
+    With `fp8` the weight is e4m3 with `weight_scale_inv` as in FP8 checkpoints, if its rows are
+    whole blocks.
+    """
 
     bias: nn.Parameter | None
+    weight_scale_inv: nn.Parameter | None
 
     def __init__(
         self,
@@ -32,11 +39,27 @@ class Linear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self._dtype = dtype
+        fp8 = fp8 and in_features % BLOCK == 0
+        self.weight = empty_parameter(
+            out_features, in_features, dtype=FP8 if fp8 else dtype, device=device
+        )
+        blocks = (num_blocks(out_features), num_blocks(in_features))
+        self.weight_scale_inv = (
+            empty_parameter(*blocks, dtype=torch.float32, device=device) if fp8 else None
+        )
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         self._packed: PackedWeight | None = None
+
+    def to_dense(self) -> None:
+        """Gives up FP8: the weight in the compute dtype from here on."""
+        if self.weight_scale_inv is not None:
+            matrix = Fp8Weight(self.weight, self.weight_scale_inv).dequantized()
+            self.weight = nn.Parameter(matrix.to(self._dtype), requires_grad=False)
+            self.weight_scale_inv = None
 
     def pack(self) -> None:
         """Where that is exact and faster, stores the weight as `PackedWeight`.
@@ -53,28 +76,48 @@ class Linear(nn.Module):
 
     def plain(self) -> PlainWeight:
         """`pack`, and what multiplies by the weight from then on."""
+        if self.weight_scale_inv is not None:
+            return Fp8Weight(self.weight, self.weight_scale_inv, self.bias)
         self.pack()
         return self._packed or DenseWeight(self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] → [..., out]."""
+        """x [..., in] → [..., out]; [M, in] where the weight is FP8."""
         if self._packed is not None:
             return self._packed(x)
+        if self.weight_scale_inv is not None:
+            return Fp8Weight(self.weight, self.weight_scale_inv, self.bias)(x)
         return F.linear(x, self.weight, self.bias)
 
 
 def fuse(parts: list[Linear]) -> PlainWeight:
     """One GEMM for layers of one input, outputs side by side.
 
-    Their own weights become views of the fused one, or empty where that is packed.
+    Their own weights become views of the fused one, or empty where that is packed. FP8 stays FP8
+    where all parts have it and every cut is at a block's end.
     """
-    weight = torch.cat([part.weight for part in parts])
+    sizes = [part.weight.shape[0] for part in parts]
     bias = None
     if any(part.bias is not None for part in parts):
-        biases = [p.weight.new_zeros(len(p.weight)) if p.bias is None else p.bias for p in parts]
+        dtype = next(part.bias.dtype for part in parts if part.bias is not None)
+        biases = [
+            part.weight.new_zeros(size, dtype=dtype) if part.bias is None else part.bias
+            for part, size in zip(parts, sizes, strict=True)
+        ]
         bias = torch.cat(biases)
-    plain = plain_weight(weight, bias)
-    sizes = [part.weight.shape[0] for part in parts]
+    scaled = [(p.weight, p.weight_scale_inv) for p in parts if p.weight_scale_inv is not None]
+    fused = fuse_fp8(scaled) if len(scaled) == len(parts) else None
+    if fused is not None:
+        weight, scale = fused
+        scales = torch.split(scale, [num_blocks(size) for size in sizes])
+        for part, blocks in zip(parts, scales, strict=True):
+            part.weight_scale_inv = nn.Parameter(blocks, requires_grad=False)
+        plain: PlainWeight = Fp8Weight(weight, scale, bias)
+    else:
+        for part in parts:
+            part.to_dense()
+        weight = torch.cat([part.weight for part in parts])
+        plain = plain_weight(weight, bias)
     for part, view in zip(parts, torch.split(weight, sizes), strict=True):
         part.weight = nn.Parameter(view, requires_grad=False)
         if isinstance(plain, PackedWeight):
@@ -134,11 +177,18 @@ class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)); the checkpoint's gate_proj and up_proj are one matrix here."""
 
     def __init__(
-        self, hidden: int, intermediate: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate, hidden, dtype=dtype, device=device)
+        fp8 = fp8 and intermediate % BLOCK == 0  # up's blocks begin where gate's end
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, dtype=dtype, device=device, fp8=fp8)
+        self.down_proj = Linear(intermediate, hidden, dtype=dtype, device=device, fp8=fp8)
         self._plain: tuple[PlainWeight, PlainWeight] | None = None
 
     def finalize(self) -> None:

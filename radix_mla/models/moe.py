@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels.linear_fp32 import linear_fp32
 from kernels.moe import run_experts
 from kernels.moe_gate import choose_experts, choose_experts_host
 from kernels.silu_mul import silu_mul
+from radix_mla.models.fused_moe import FusedExperts
 from radix_mla.models.hf_config import ModelConfig
 from radix_mla.models.layers import GatedMLP, empty_parameter
 from radix_mla.models.packed import DenseWeight, PackedWeight, PlainWeight
@@ -19,11 +21,16 @@ _FEW_TOKENS = 32  # up to these the calls of a choice cost more than its arithme
 
 
 class Gate(nn.Module):
-    """Scores tokens against experts and chooses; always fp32, as the models were trained."""
+    """Scores tokens against experts and chooses; always fp32, as the models were trained.
+
+    `num_shared` experts are added to every choice, for experts that are stacked with the routed.
+    """
 
     e_score_correction_bias: nn.Parameter | None
 
-    def __init__(self, config: ModelConfig, *, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device | str, num_shared: int = 0
+    ) -> None:
         super().__init__()
         experts, fp32 = config.n_routed_experts, torch.float32
         self.weight = empty_parameter(experts, config.hidden_size, dtype=fp32, device=device)
@@ -35,6 +42,7 @@ class Gate(nn.Module):
         bias = self.e_score_correction_bias
         self._bias = None if bias is None else bias.detach()
         self._plain = DenseWeight(self.weight)
+        self._bf16: torch.Tensor | None = None
         grouped = config.topk_method != "greedy"
         self._rule: dict[str, Any] = {
             "top_k": config.num_experts_per_tok,
@@ -45,13 +53,29 @@ class Gate(nn.Module):
             "renormalize": config.norm_topk_prob,
             "scale": config.routed_scaling_factor,
         }
+        self._num_shared = num_shared
+
+    def finalize(self, dtype: torch.dtype) -> None:
+        """Called once, after loading; `dtype` is that of the hidden states to come.
+
+        A GPU multiplies bf16 by bf16 where the weights are bf16 values: products and sums are as
+        exact as in fp32, at half the bytes.
+        """
+        if self.weight.is_cuda and dtype == torch.bfloat16:
+            half = self.weight.detach().bfloat16()
+            if torch.equal(half.float(), self.weight):
+                self.weight = nn.Parameter(half, requires_grad=False)
+                self._bf16, self._plain = half, DenseWeight(half)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D] → (weights fp32 [T, k], ids int64 [T, k])."""
-        bias, rule = self._bias, self._rule
-        logits = self._plain(x if x.dtype == torch.float32 else x.float())
-        if not logits.is_cpu or logits.shape[0] > _FEW_TOKENS:
-            return choose_experts(logits, bias=bias, **rule)
+        """x [T, D] → (weights fp32 [T, k + S], ids [T, k + S]); int64, on a GPU int32."""
+        bias, rule, num_shared = self._bias, self._rule, self._num_shared
+        if self._bf16 is not None:
+            logits = linear_fp32(x, self._bf16)
+        else:
+            logits = self._plain(x if x.dtype == torch.float32 else x.float())
+        if not logits.is_cpu or logits.shape[0] > _FEW_TOKENS or num_shared:
+            return choose_experts(logits, bias=bias, num_shared=num_shared, **rule)
         host_bias = None if bias is None else bias.numpy()
         weights, ids = choose_experts_host(logits.numpy(), bias=host_bias, **rule)
         return torch.from_numpy(weights), torch.from_numpy(ids)
@@ -119,17 +143,29 @@ def _pack_all(stack: torch.Tensor) -> list[PackedWeight] | None:
 
 
 class MoE(nn.Module):
-    """Routed experts plus shared experts."""
+    """Routed experts plus shared experts. With `fused` (the GPU's form) all are in one stack."""
 
     shared_experts: GatedMLP | None
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fused: bool = False,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
-        self.gate = Gate(config, device=device)
-        self.experts = Experts(config, dtype=dtype, device=device)
-        inner = config.n_shared_experts * config.moe_intermediate_size
+        self._dtype = dtype
+        num_shared = config.n_shared_experts if fused else 0
+        self.gate = Gate(config, device=device, num_shared=num_shared)
+        self.experts: Experts | FusedExperts = (
+            FusedExperts(config, dtype=dtype, device=device, fp8=fp8)
+            if fused
+            else Experts(config, dtype=dtype, device=device)
+        )
+        inner = 0 if fused else config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = (
             GatedMLP(config.hidden_size, inner, dtype=dtype, device=device) if inner else None
         )
@@ -142,6 +178,7 @@ class MoE(nn.Module):
 
     def finalize(self) -> None:
         """Called once, after loading."""
+        self.gate.finalize(self._dtype)
         self.experts.finalize()
         if self.shared_experts is not None:
             self.shared_experts.finalize()

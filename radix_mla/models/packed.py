@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from radix_mla.models.fp8_weight import Fp8Weight
+
 _MIN_WEIGHTS = 1 << 17  # below, the call costs more than the bytes it saves
 _PART = 1 << 16
 _MAX_EXPONENT = 15  # weights are scaled so that the largest lies in [2^14, 2^15)
@@ -81,7 +83,7 @@ class DenseWeight:
             out.add_(self(x), alpha=alpha)
 
 
-PlainWeight = PackedWeight | DenseWeight
+PlainWeight = PackedWeight | DenseWeight | Fp8Weight
 
 
 def plain_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PlainWeight:

@@ -48,13 +48,14 @@ class YarnScaling:
 
 def read_rope(reader: ConfigReader) -> tuple[float, YarnScaling | None]:
     """(theta, yarn), from `rope_scaling` or from `rope_parameters` (which holds theta too)."""
-    key = "rope_scaling" if reader.raw.get("rope_scaling") else "rope_parameters"
+    key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     rope = reader.section(key)
     theta = rope.optional_number("rope_theta") or reader.optional_number("rope_theta")
     if theta is None:
         raise CheckpointError("config.json has no rope_theta")
-    if rope.optional_number("partial_rotary_factor") not in (None, 1.0):
-        raise UnsupportedModel(f"{key}: partial_rotary_factor is not supported")
+    for part in (rope, reader):
+        if part.optional_number("partial_rotary_factor") not in (None, 1.0):
+            raise UnsupportedModel(f"{key}: partial_rotary_factor is not supported")
     rope_type = rope.text("rope_type", rope.text("type", "default"))
     if rope_type == "default":
         return theta, None

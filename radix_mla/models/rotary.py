@@ -18,15 +18,24 @@ __all__ = ["RotaryEmbedding", "apply_rope", "inverse_frequencies"]
 
 
 class RotaryEmbedding(nn.Module):
-    """(cos, sin) of positions; computed once a step and shared by all layers."""
+    """(cos, sin) of positions; computed once a step and shared by all layers.
+
+    With `tables` they are looked up instead, as the fused kernels take them.
+    """
 
     inv_freq: torch.Tensor
 
-    def __init__(self, config: ModelConfig, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device | str = "cpu", tables: bool = False
+    ) -> None:
         super().__init__()
         freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
         self.register_buffer("inv_freq", freq.to(device), persistent=False)
         self.scale = config.yarn.cos_sin_scale if config.yarn else 1.0
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        if tables:  # fp32 [max positions, R/2] each
+            every = torch.arange(config.max_position_embeddings, device=device)
+            self._tables = self.forward(every)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int [T] → (cos, sin), fp32 [T, R/2]."""
@@ -35,7 +44,13 @@ class RotaryEmbedding(nn.Module):
         return (cos, sin) if self.scale == 1.0 else (cos * self.scale, sin * self.scale)
 
     def turns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos + i·sin, complex64, for `rotate_`: of rows [T, R/2] and of heads [T, 1, R/2]."""
+        """cos + i·sin, complex64, for `rotate_`: of rows [T, R/2] and of heads [T, 1, R/2].
+
+        With tables: (cos, sin), fp32 [T, R/2]; positions int64, below max_position_embeddings.
+        """
+        if self._tables is not None:
+            cos, sin = self._tables
+            return cos.index_select(0, positions), sin.index_select(0, positions)
         turn = torch.complex(*self(positions))
         return turn, turn[:, None]
 

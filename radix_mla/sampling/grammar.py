@@ -1,40 +1,33 @@
 """Grammars: from a request's `Grammar` to what masks its logits, compiled off the step path.
 
 xgrammar (extra `grammar`) is imported with the first grammar that is compiled. Compiling runs in
-a process of its own under a time limit (grammar_worker.py); here the result is only read back.
+a process of its own under a time limit (grammar_process.py); here the result is only read back.
 A second library fits behind the three methods of `TokenMatcher`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radix_mla.errors import EngineError, InvalidRequest
+from radix_mla.errors import InvalidRequest
 from radix_mla.request import Grammar
+from radix_mla.sampling.grammar_process import WorkerProcess
 from radix_mla.sampling.grammar_worker import Setup
 
-TIMEOUT_S = 0.8  # with the way to the worker and back the answer is there within a second
+TIMEOUT_S = 0.8  # the answer is there within a second; on a busy machine it may take longer
 MAX_TEXT_BYTES = 256 << 10
 _CACHE_BYTES = 256 << 20
 _NUM_THREADS = 4
-_START_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 5.0
 _JSON_KINDS = frozenset(("json_object", "json_schema"))
 
 
@@ -110,7 +103,8 @@ class GrammarCompiler:
         )
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._worker: _WorkerProcess | None = None
+        self._worker: WorkerProcess | None = None
+        self._vocabulary: _Vocabulary | None = None
         self._is_started = False
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
@@ -155,23 +149,27 @@ class GrammarCompiler:
             worker.close()
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        worker = self._ready_worker()
+        worker, vocabulary = self._ready()
         result = worker.compile(grammar)
         if result[:1] != b"k":
             raise _refused(grammar, result[1:].decode(errors="replace"))
-        return worker.vocabulary.read(grammar, result[1:].decode())
+        return vocabulary.read(grammar, result[1:].decode())
 
     def _prepare(self) -> None:
-        worker = self._ready_worker()
-        worker.vocabulary.load()
+        _, vocabulary = self._ready()
+        vocabulary.load()
 
-    def _ready_worker(self) -> _WorkerProcess:
+    def _ready(self) -> tuple[WorkerProcess, _Vocabulary]:
+        """A worker that lives, and the vocabulary, which is the same for each of them."""
         with self._lock:
             if self._worker is None or self._worker.is_dead:
-                self._worker = _WorkerProcess(self._setup)
+                self._worker = WorkerProcess(self._setup)
             worker = self._worker
-        worker.wait_ready()
-        return worker
+        description = worker.wait_ready()
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._setup, description)
+            return worker, self._vocabulary
 
     def _trim(self) -> None:
         """Forgets the grammars that were asked for least recently."""
@@ -203,9 +201,9 @@ def _refused(grammar: Grammar, why: str) -> InvalidRequest:
 
 
 class _Vocabulary:
-    """The worker's description of the vocabulary, in this process."""
+    """The vocabulary in this process, from the worker's description of it."""
 
-    def __init__(self, setup: Setup, answer: dict[str, Any]) -> None:
+    def __init__(self, setup: Setup, answer: Mapping[str, Any]) -> None:
         self._eos_ids = tuple(setup.eos_ids)
         self._size = setup.vocab_size
         self._special: list[tuple[int, str]] = [(int(i), text) for i, text in answer["special"]]
@@ -267,93 +265,3 @@ def _named_tokens(tag: Any) -> Iterator[int]:
                 yield from (item for item in value if isinstance(item, int))
             else:
                 yield from _named_tokens(value)
-
-
-class _WorkerProcess:
-    """The other side of grammar_worker.py."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._lock = threading.Lock()
-        self._jobs: dict[int, Future[bytes]] = {}
-        self._num_jobs = 0
-        self._ready: Future[_Vocabulary] = Future()
-        self.is_dead = False
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "radix_mla.sampling.grammar_worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                },
-            )
-        self._socket = mine
-        self._connection = Connection(os.dup(mine.fileno()))
-        self._connection.send_bytes(setup.to_json())
-        self._reader = threading.Thread(target=self._read, name="grammar-replies", daemon=True)
-        self._reader.start()
-
-    @property
-    def vocabulary(self) -> _Vocabulary:
-        return self._ready.result()
-
-    def wait_ready(self) -> None:
-        """Raises EngineError, with the worker's reason."""
-        self._ready.result(_START_TIMEOUT_S)
-
-    def compile(self, grammar: Grammar) -> bytes:
-        """The child's answer. Raises EngineError when the worker is gone."""
-        future: Future[bytes] = Future()
-        with self._lock:
-            if self.is_dead:
-                raise EngineError("the grammar compiler is gone")
-            self._num_jobs += 1
-            job = self._num_jobs
-            self._jobs[job] = future
-            self._connection.send_bytes(json.dumps([job, grammar.kind, grammar.text]).encode())
-        return future.result()
-
-    def close(self) -> None:
-        """Waits until the worker and its children are gone."""
-        with contextlib.suppress(OSError):  # it is gone already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
-
-    def _read(self) -> None:
-        error = EngineError("the grammar compiler is gone")
-        try:
-            answer = json.loads(self._connection.recv_bytes())
-            if "error" in answer:
-                error = EngineError(f"the grammar compiler cannot start: {answer['error']}")
-                raise error
-            self._ready.set_result(_Vocabulary(self._setup, answer))
-            while True:
-                message = self._connection.recv_bytes()
-                with self._lock:
-                    future = self._jobs.pop(int.from_bytes(message[:8], "little"))
-                future.set_result(message[8:])
-        except (EOFError, OSError, EngineError):
-            self._die(error)
-
-    def _die(self, error: EngineError) -> None:
-        with self._lock:
-            self.is_dead = True
-            jobs, self._jobs = self._jobs, {}
-            self._connection.close()
-            self._socket.close()
-        if not self._ready.done():
-            self._ready.set_exception(error)
-        for future in jobs.values():
-            future.set_exception(error)
-        try:
-            self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()

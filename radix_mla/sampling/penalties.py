@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Large enough to win over any logit, small enough that no sum or quotient of it overflows.
 _MAX_BIAS = 1e6
+_MIN_REPETITION = 1e-3  # scores divided by less are no numbers any more
 _MASKED = np.float32(-1e30)
 
 
@@ -98,7 +99,7 @@ def _penalise(scores: NDArray[np.float32], seq: Sequence) -> None:
     if params.repetition_penalty != 1.0:
         ids = _inside(counts.all_ids, scores)
         held = scores[ids]
-        factor = np.float32(params.repetition_penalty)
+        factor = np.float32(max(params.repetition_penalty, _MIN_REPETITION))
         scores[ids] = np.where(held > 0, held / factor, held * factor)
     ids, times = counts.generated
     inside = ids < len(scores)

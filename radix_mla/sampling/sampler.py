@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from radix_mla.sampling.constraint import MaskBuilder
 from radix_mla.sampling.draw import draw
 from radix_mla.sampling.logprobs import token_logprobs
+from radix_mla.sampling.on_device import GREEDY_BELOW, DeviceDraw, can_draw
 from radix_mla.sampling.penalties import adjust, changes_logits
 from radix_mla.sampling.uniform import uniform
 from radix_mla.scheduler.batch import Sampled, Work
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 
     from radix_mla.engine.outputs import TokenLogprobs
     from radix_mla.scheduler.sequence import Sequence
-
-# Below this the second most likely id has no weight in fp32 but in a near-tie; and scores divided
-# by much less overflow.
-_GREEDY_BELOW = 1e-3
 
 _NONFINITE = Sampled(error="the model's logits are not finite", nonfinite=True)
 
@@ -45,9 +42,21 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
         """One entry for each of `work`. logits: fp32 [sum of num_logits, vocab], any device."""
-        if logits.is_cuda and all(_is_plain_greedy(w) for w in work):
-            return self._argmax_on_device(logits, work)
-        rows = logits.numpy(force=True)[:, : self._num_sampleable]  # [T, num_sampleable]
+        logits = logits[:, : self._num_sampleable]  # [T, num_sampleable]
+        if logits.is_cuda:
+            return self._sample_on_device(logits, work)
+        return self._sample_on_host(logits.numpy(), work)
+
+    def _sample_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
+        """Rows that the host must see go there; of the others one number each."""
+        drawn = [item for item in work if can_draw(item)]
+        draw = DeviceDraw(logits, drawn) if drawn else None
+        others = [item for item in work if not can_draw(item)]
+        seen = iter(self._sample_on_host(*_only(logits, others)))
+        tokens = iter(draw.tokens() if draw is not None else ())
+        return [_of_token(next(tokens)) if can_draw(item) else next(seen) for item in work]
+
+    def _sample_on_host(self, rows: NDArray[np.float32], work: Items[Work]) -> list[Sampled]:
         constrained = [w.sequence for w in work if w.samples and w.sequence.constraint is not None]
         if constrained:
             self._masks.wait(constrained)
@@ -64,19 +73,6 @@ class Sampler:
                 if result.token_id is not None
             )
         return sampled
-
-    def _argmax_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
-        """Moves two numbers a row instead of the vocabulary."""
-        best = logits[:, : self._num_sampleable].max(dim=-1)  # [T] values, [T] ids
-        finite, ids = best.values.isfinite().tolist(), best.indices.tolist()
-        return [
-            Sampled()
-            if not item.samples
-            else Sampled(ids[item.first_row])
-            if finite[item.first_row]
-            else _NONFINITE
-            for item in work
-        ]
 
     def _sample_one(self, rows: NDArray[np.float32], item: Work) -> Sampled:
         seq = item.sequence
@@ -102,18 +98,28 @@ class Sampler:
         return Sampled(token_id, logprobs, prompt)
 
 
+def _of_token(token_id: int | None) -> Sampled:
+    return _NONFINITE if token_id is None else Sampled(token_id)
+
+
+def _only(logits: torch.Tensor, work: Items[Work]) -> tuple[NDArray[np.float32], list[Work]]:
+    """The rows of `work` on the host, and `work` with its rows counted in these."""
+    import torch
+
+    rows: list[int] = []
+    moved = []
+    for item in work:
+        moved.append(item._replace(first_row=len(rows)))
+        rows += range(item.first_row, item.first_row + item.num_logits)
+    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    return logits.index_select(0, index).numpy(force=True), moved
+
+
 def _is_plain(seq: Sequence) -> bool:
     """Greedy over the logits as they are."""
     return (
-        seq.params.temperature < _GREEDY_BELOW
-        and seq.constraint is None
-        and not changes_logits(seq)
+        seq.params.temperature < GREEDY_BELOW and seq.constraint is None and not changes_logits(seq)
     )
-
-
-def _is_plain_greedy(item: Work) -> bool:
-    seq = item.sequence
-    return _is_plain(seq) and seq.params.logprobs is None and not seq.needs_prompt_logprobs
 
 
 def _choose(row: NDArray[np.float32], seq: Sequence) -> int:
@@ -125,6 +131,6 @@ def _choose(row: NDArray[np.float32], seq: Sequence) -> int:
         if not seq.constraint.is_ready(seq.num_generated):
             raise ValueError(f"the grammar's mask is missing: {seq.constraint.problem}")
         seq.constraint.apply(scores, ignore_eos=seq.params.ignore_eos)
-    if seq.params.temperature < _GREEDY_BELOW:
+    if seq.params.temperature < GREEDY_BELOW:
         return int(scores.argmax())
     return draw(scores, seq.params, uniform(seq.params.seed, seq.index, seq.num_tokens))

@@ -214,7 +214,7 @@ class ChatTemplate:
 
     def _prepare(self, message: Message, index: int) -> dict[str, Any]:
         role = message.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise InvalidRequest(
                 f"messages[{index}].role is {role!r}; supported: {', '.join(sorted(_ROLES))}",
                 param=f"messages[{index}].role",
@@ -227,7 +227,7 @@ class ChatTemplate:
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if role == "assistant" and isinstance(reasoning, str):
             prepared["reasoning_content"] = reasoning
-        if role == "assistant" and message.get("tool_calls"):
+        if role == "assistant" and message.get("tool_calls") not in (None, []):
             prepared["tool_calls"] = self._tool_calls(message["tool_calls"], index)
             if not prepared["content"]:
                 prepared["content"] = self.empty_content

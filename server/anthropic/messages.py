@@ -8,19 +8,30 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from radix_mla.errors import InvalidRequest
+from server.answers import AnthropicError
+from server.anthropic.answers import Message, TokenCount
 from server.anthropic.schemas import MessagesRequest
 from server.anthropic.stream import MessageRenderer
 from server.anthropic.translate import chat_request
+from server.docs import OF_A_GENERATION, describe
 from server.openai.chat_plan import conversation_of, plan_chat
 from server.openai.common import Parsed, answer, parse, service_of
-from server.openai.docs import body_of
 from server.openai.schemas import ChatRequest
 from server.service import Service
 
 router = APIRouter()
 
 
-@router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+@router.post(
+    "/v1/messages",
+    **describe(
+        Message,
+        body=MessagesRequest,
+        stream=True,
+        errors=OF_A_GENERATION,
+        error=AnthropicError,
+    ),
+)
 async def messages(http: Request) -> Response:
     """Answers a conversation."""
     service = service_of(http)
@@ -34,7 +45,10 @@ async def messages(http: Request) -> Response:
     return answer(service, parsed, plan.job, renderer, message_id, dialect=renderer.dialect)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_of(MessagesRequest))
+@router.post(
+    "/v1/messages/count_tokens",
+    **describe(TokenCount, body=MessagesRequest, errors=(404, 503), error=AnthropicError),
+)
 async def count_tokens(http: Request) -> dict[str, int]:
     """Tokens of the prompt that the same body would have; nothing runs."""
     service = service_of(http)

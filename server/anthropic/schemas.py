@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
+from server.openai.parts import ANTHROPIC_MESSAGES
 from server.openai.schemas import MAX_STOPS, GenerationFields, Stop, Str
 
 
@@ -30,7 +31,9 @@ class MessagesRequest(GenerationFields):
         "mcp_servers": "this server does not call MCP servers; give their tools as tools"
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[
+        list[dict[str, Any]], Field(min_length=1), WithJsonSchema(ANTHROPIC_MESSAGES)
+    ]
     system: Str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ import msgspec
 from server.choice import Choice, Delta
 from server.errors import Problem
 from server.generation import Generation
-from server.openai.assistant import (
+from server.openai.assistant_events import (
     AssistantEvent,
     ReasoningDelta,
     TextDelta,

@@ -17,7 +17,7 @@ from server.anthropic.schemas import MessagesRequest
 from server.normalise import without_billing_line
 from server.openai.schemas import ChatRequest, GenerationFields, validate
 
-_SHARED = frozenset(GenerationFields.model_fields) - {"response_format"}
+_SHARED = frozenset(GenerationFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -120,7 +120,7 @@ def _assistant(message: Mapping[str, Any], index: int) -> dict[str, Any]:
             turn["reasoning_content"] = "".join(thoughts)
         if calls:
             turn["tool_calls"] = calls
-    if message.get("token_ids"):
+    if message.get("token_ids") is not None:
         turn["token_ids"] = message["token_ids"]
     return turn
 
@@ -158,7 +158,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> str | dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind in _CHOICES:
+    if isinstance(kind, str) and kind in _CHOICES:
         return _CHOICES[kind]
     raise InvalidRequest(
         f"tool_choice.type is {kind!r}; supported: any, auto, none, tool",

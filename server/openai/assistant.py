@@ -15,41 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from server.openai.assistant_events import (
+    AssistantEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallStart,
+    merge_events,
+)
+from server.openai.markers import first_of, held
 from server.openai.reasoning import ReasoningFormat
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """Thinking text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """Answer text."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
-    """Call `index` (0, 1, ... in one choice) begins; its arguments follow piece by piece."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
-    """More of the JSON text of call `index`'s arguments, as it was generated."""
-
-    index: int
-    text: str
-
-
-AssistantEvent = ReasoningDelta | TextDelta | ToolCallStart | ToolCallArguments
 
 
 class Read(NamedTuple):
@@ -262,51 +236,3 @@ class AssistantPlan:
             reasoning_open=self.reasoning_open,
             max_calls=self.max_calls,
         )
-
-
-def first_of(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """Where the first of the markers begins, and which: the longest of those at that place."""
-    best, found = len(text), None
-    for marker in markers:
-        at = text.find(marker)
-        if at != -1 and (at < best or (at == best and len(marker) > len(found or ""))):
-            best, found = at, marker
-    return best, found
-
-
-def held(text: str, markers: Sequence[str], *, newlines: bool = False, spaces: bool = False) -> int:
-    """Length of the end of `text` that may be the beginning of a marker.
-
-    `newlines` / `spaces`: newlines / any white space before that are held as well.
-    """
-    longest = 0
-    for marker in markers:
-        if marker[0] not in text[-len(marker) + 1 :]:
-            continue
-        for size in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:size]):
-                longest = size
-                break
-    body = text[: len(text) - longest]
-    stripped = body.rstrip() if spaces else body.rstrip("\n") if newlines else body
-    return len(text) - len(stripped)
-
-
-def merge_events(events: Sequence[AssistantEvent]) -> list[AssistantEvent]:
-    """Neighbours of one kind put together."""
-    result: list[AssistantEvent] = []
-    for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            result[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            result[-1] = TextDelta(last.text + event.text)
-        elif (
-            isinstance(event, ToolCallArguments)
-            and isinstance(last, ToolCallArguments)
-            and last.index == event.index
-        ):
-            result[-1] = ToolCallArguments(last.index, last.text + event.text)
-        else:
-            result.append(event)
-    return result

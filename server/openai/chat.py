@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.choice import Choice, Delta
+from server.docs import OF_A_GENERATION, describe
 from server.generation import Generation
+from server.openai.answers import ChatAnswer
 from server.openai.chat_plan import plan_chat
-from server.openai.common import (
-    Head,
-    answer,
-    make_head,
-    parse,
-    service_of,
-    wants_usage,
-)
-from server.openai.docs import body_of
+from server.openai.common import answer, parse, service_of
+from server.openai.frame import Frame
 from server.openai.logprobs import TokenNames, chat_logprobs
 from server.openai.message import MessageShape, ReasoningField
 from server.openai.schemas import ChatRequest
-from server.openai.stream import DONE, sse
+from server.openai.stream import sse
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
+@router.post(
+    "/v1/chat/completions",
+    **describe(ChatAnswer, body=ChatRequest, stream=True, errors=OF_A_GENERATION),
+)
 async def chat_completions(http: Request) -> Response:
     """Answers a conversation."""
     service = service_of(http)
     parsed = await parse(http, ChatRequest)
-    fields = parsed.fields
     plan = await plan_chat(service, parsed)
-    kind = "chat.completion.chunk" if fields.stream else "chat.completion"
-    head = make_head(parsed, kind, "chatcmpl", int(time.time()))
-    names = TokenNames(service.tokenizer, as_ids=fields.return_tokens_as_token_ids)
+    frame = Frame(
+        service,
+        parsed,
+        prefix="chatcmpl",
+        whole="chat.completion",
+        chunk="chat.completion.chunk",
+    )
     renderer = ChatRenderer(
-        head,
-        fields,
+        frame,
+        parsed.fields,
         plan.prompt,
-        names,
-        usage=wants_usage(service, fields),
+        TokenNames(service.tokenizer, as_ids=parsed.fields.return_tokens_as_token_ids),
         reasoning_field=service.settings.reasoning_field,
     )
-    return answer(service, parsed, plan.job, renderer, head.id)
+    return answer(service, parsed, plan.job, renderer, frame.id)
 
 
 class ChatRenderer:
@@ -54,47 +53,33 @@ class ChatRenderer:
 
     def __init__(
         self,
-        head: Head,
+        frame: Frame,
         fields: ChatRequest,
         prompt: list[int],
         names: TokenNames,
         *,
-        usage: bool,
         reasoning_field: ReasoningField = "reasoning_content",
     ) -> None:
-        self._head = head.as_dict()
+        self._frame = frame
         self._fields = fields
         self._message = MessageShape(reasoning_field)
         self._prompt = prompt
         self._names = names
-        self._usage = usage
-        self._begun: set[int] = set()
-        self._kept: dict[int, list[Delta]] = {}
+        self.end = frame.end
+        self.collect = frame.collect
 
     def events(self, deltas: list[Delta], generation: Generation) -> bytes:
         return b"".join(sse(chunk) for delta in deltas for chunk in self._chunks(delta, generation))
 
-    def end(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return DONE
-        return sse({**self._head, "choices": [], "usage": generation.usage.as_dict()}) + DONE
-
-    def collect(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._kept.setdefault(delta.choice, []).append(delta)
-
     def body(self, generation: Generation) -> dict[str, Any]:
-        body = {
-            **self._head,
-            "choices": [self._whole(choice) for choice in generation.choices],
-            "usage": generation.usage.as_dict(),
-        }
+        choices = [self._whole(choice) for choice in generation.choices]
+        body = self._frame.whole(choices, generation)
         if self._fields.return_token_ids:
             body["prompt_token_ids"] = self._prompt
         return body
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        parts = self._kept.get(choice.index, [])
+        parts = self._frame.collected(choice.index)
         whole: dict[str, Any] = {
             "index": choice.index,
             "message": self._message.whole(event for part in parts for event in part.parts),
@@ -109,11 +94,9 @@ class ChatRenderer:
     def _chunks(self, delta: Delta, generation: Generation) -> list[dict[str, Any]]:
         """First the role, then content, at the end the reason with an empty delta."""
         chunks: list[dict[str, Any]] = []
-        first = delta.choice not in self._begun
-        if first:
-            self._begun.add(delta.choice)
+        if self._frame.begin(delta.choice):
             chunk = self._chunk(delta.choice, {"role": "assistant", "content": ""}, generation)
-            if self._fields.return_token_ids and not chunks:
+            if self._fields.return_token_ids:
                 chunk["prompt_token_ids"] = self._prompt
             chunks.append(chunk)
         contents = [self._message.delta(event) for event in delta.parts]
@@ -135,12 +118,7 @@ class ChatRenderer:
 
     def _chunk(self, index: int, delta: dict[str, Any], generation: Generation) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = {**self._head, "choices": [choice]}
-        if self._fields.stream_options.continuous_usage_stats:
-            chunk["usage"] = generation.usage.as_dict()
-        elif self._usage:
-            chunk["usage"] = None
-        return chunk
+        return self._frame.chunk(choice, generation)
 
     def _logprobs(self, parts: list[Delta]) -> dict[str, Any] | None:
         if not self._fields.logprobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from server.openai.schemas import ChatRequest, GenerationFields, validate
 from server.openai.stream import OPENAI, Dialect, GenerationResponse, Renderer
 from server.openai.structured import grammar_of
 from server.service import Caller, Job, Service
-from server.version import FINGERPRINT
 
 Fields = TypeVar("Fields", bound=GenerationFields)
 
@@ -34,29 +32,6 @@ class Parsed(Generic[Fields]):
     ignored: list[str]
     caller: Caller
     model: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Head:
-    """The fields that every object of one answer starts with."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    service_tier: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        head = {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        if self.service_tier is not None:
-            head["service_tier"] = "default"
-        return head
 
 
 def service_of(http: Request) -> Service:
@@ -150,18 +125,6 @@ def make_job(
         cache_salt=fields.cache_salt,
         store=fields.cache_store and fields.cache_prompt,
         priority=fields.priority,
-    )
-
-
-def make_head(parsed: Parsed[Fields], kind: str, prefix: str, created: int) -> Head:
-    """`request_id` becomes part of the answer's id."""
-    own = parsed.fields.request_id or secrets.token_hex(16)
-    return Head(
-        id=f"{prefix}-{own}",
-        object=kind,
-        created=created,
-        model=parsed.model,
-        service_tier=parsed.fields.service_tier,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,31 +12,27 @@ from fastapi.responses import Response
 from radix_mla.text.detokenizer import make_detokenizer
 from radix_mla.text.tokenizer import Tokenizer
 from server.choice import Delta, TokenEntry
+from server.docs import OF_A_GENERATION, describe
 from server.generation import Generation
 from server.lengths import check_zero, requested_max_tokens
-from server.openai.common import (
-    Head,
-    answer,
-    cut_lengths,
-    make_head,
-    make_job,
-    parse,
-    service_of,
-    wants_usage,
-)
-from server.openai.docs import body_of
+from server.openai.answers import CompletionAnswer
+from server.openai.common import answer, cut_lengths, make_job, parse, service_of
+from server.openai.frame import Frame
 from server.openai.logprobs import TokenNames, completion_logprobs
 from server.openai.prompts import parse_prompts
 from server.openai.sampling import check_min_tokens, sampling_params
 from server.openai.schemas import CompletionRequest
-from server.openai.stream import DONE, sse
+from server.openai.stream import sse
 from server.service import Service
 
 router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+@router.post(
+    "/v1/completions",
+    **describe(CompletionAnswer, body=CompletionRequest, stream=True, errors=OF_A_GENERATION),
+)
 async def completions(http: Request) -> Response:
     """Continues a prompt, or several."""
     service = service_of(http)
@@ -63,10 +58,10 @@ async def completions(http: Request) -> Response:
         prompt_logprobs=fields.logprobs if fields.echo else None,
     )
     job = make_job(fields, [prompt.token_ids for prompt in prompts], lengths, params)
-    head = make_head(parsed, "text_completion", "cmpl", int(time.time()))
+    frame = Frame(service, parsed, prefix="cmpl", whole="text_completion", chunk="text_completion")
     names = TokenNames(service.tokenizer, as_ids=fields.return_tokens_as_token_ids)
-    renderer = CompletionRenderer(head, fields, prompts, names, usage=wants_usage(service, fields))
-    return answer(service, parsed, job, renderer, head.id)
+    renderer = CompletionRenderer(frame, fields, prompts, names)
+    return answer(service, parsed, job, renderer, frame.id)
 
 
 @dataclass(slots=True)
@@ -127,41 +122,29 @@ class CompletionRenderer:
 
     def __init__(
         self,
-        head: Head,
+        frame: Frame,
         fields: CompletionRequest,
         prompts: Sequence[Prompt],
         names: TokenNames,
-        *,
-        usage: bool,
     ) -> None:
-        self._head = head.as_dict()
+        self._frame = frame
         self._fields = fields
         self._prompts = prompts
         self._names = names
-        self._usage = usage
-        self._begun: set[int] = set()
-        self._kept: dict[int, list[Delta]] = {}
+        self.end = frame.end
+        self.collect = frame.collect
 
     def events(self, deltas: list[Delta], generation: Generation) -> bytes:
         return b"".join(
-            sse(self._chunk(self._choice(delta, generation), generation))
+            sse(self._frame.chunk(self._choice(delta, generation), generation))
             for delta in deltas
             if self._worth_sending(delta)
         )
 
-    def end(self, generation: Generation) -> bytes:
-        if not self._usage:
-            return DONE
-        return sse({**self._head, "choices": [], "usage": generation.usage.as_dict()}) + DONE
-
-    def collect(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._kept.setdefault(delta.choice, []).append(delta)
-
     def body(self, generation: Generation) -> dict[str, Any]:
         choices = []
         for choice in generation.choices:
-            parts = self._kept.get(choice.index, [])
+            parts = self._frame.collected(choice.index)
             whole = Delta(
                 choice.index,
                 "".join(part.text for part in parts),
@@ -170,15 +153,7 @@ class CompletionRenderer:
                 choice.finish_reason,
             )
             choices.append(self._choice(whole, generation))
-        return {**self._head, "choices": choices, "usage": generation.usage.as_dict()}
-
-    def _chunk(self, choice: dict[str, Any], generation: Generation) -> dict[str, Any]:
-        chunk = {**self._head, "choices": [choice]}
-        if self._fields.stream_options.continuous_usage_stats:
-            chunk["usage"] = generation.usage.as_dict()
-        elif self._usage:
-            chunk["usage"] = None
-        return chunk
+        return self._frame.whole(choices, generation)
 
     def _worth_sending(self, delta: Delta) -> bool:
         fields = self._fields
@@ -187,15 +162,14 @@ class CompletionRenderer:
             or delta.finish_reason
             or fields.return_token_ids
             or fields.logprobs is not None
-            or (fields.echo and delta.choice not in self._begun)
+            or (fields.echo and not self._frame.has_begun(delta.choice))
             or not self._names.has_text
         )
 
     def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
         prompt = self._prompts[delta.choice // self._fields.n]
         state = generation.choices[delta.choice]
-        first = delta.choice not in self._begun
-        self._begun.add(delta.choice)
+        first = self._frame.begin(delta.choice)
         echo = self._fields.echo
         choice: dict[str, Any] = {
             "index": delta.choice,

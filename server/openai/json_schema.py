@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radix_mla.errors import InvalidRequest
+from server.openai.json_pattern import unsupported_in_pattern
 
 MAX_DEPTH = 64
 MAX_SCHEMAS = 10_000  # subschemas in one schema
@@ -58,22 +59,20 @@ _COMBINED = ("anyOf", "oneOf", "allOf")
 _VALIDATING = frozenset(
     ("type", "enum", "const", "format", "$ref", *_COMBINED, *sum(_OF_TYPE.values(), ()))
 )
-_FORMATS = frozenset(
-    [
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "email",
-        "hostname",
-        "ipv4",
-        "ipv6",
-        "uri",
-        "uri-reference",
-        "uuid",
-        "json-pointer",
-        "relative-json-pointer",
-    ]
+_FORMATS = (
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uri-reference",
+    "uuid",
+    "json-pointer",
+    "relative-json-pointer",
 )
 _PYTHON_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
@@ -200,7 +199,7 @@ class _Preparer:
             raise self._error(f"{next(iter(beside))} beside it is not supported", path)
         merged = {**beside, **branch}
         for name in beside.keys() & branch.keys() & _VALIDATING:
-            if name == "required" and isinstance(beside[name], list | tuple):
+            if name == "required" and _are_names(beside[name]) and _are_names(branch[name]):
                 merged[name] = list(dict.fromkeys([*beside[name], *branch[name]]))
             elif beside[name] != branch[name]:
                 raise self._error(f"{name} both here and beside it is not supported", path)
@@ -236,7 +235,7 @@ class _Preparer:
                 prepared[name] = self._schema(part[name], [*path, name])
         closed = False in (part.get("additionalProperties"), part.get("unevaluatedProperties"))
         required = part.get("required", [])
-        if not isinstance(required, list) or not all(isinstance(n, str) for n in required):
+        if not _are_names(required):
             raise self._error("required must be a list of names", path)
         missing = [name for name in required if name not in prepared.get("properties", {})]
         if missing and (closed or "patternProperties" in part):
@@ -291,6 +290,10 @@ class _Preparer:
             raise self._error(f"pattern {pattern[:64]!r} has {why}", path)
 
 
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def _is(value: object, kind: str) -> bool:
     """JSON Schema's types: true is no number, 1.0 is an integer."""
     if isinstance(value, bool):
@@ -298,54 +301,3 @@ def _is(value: object, kind: str) -> bool:
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
     return isinstance(value, _PYTHON_TYPES[kind])
-
-
-def unsupported_in_pattern(pattern: str) -> str | None:
-    """What in a regular expression cannot be enforced inside a JSON string; None: nothing.
-
-    Inside a character class the compiler leaves out by itself what JSON cannot hold.
-    """
-    in_class = False
-    place = 0
-    while place < len(pattern):
-        char = pattern[place]
-        step = 1
-        if char == "\\":
-            step, value = _escape(pattern, place)
-            if pattern[place + 1 : place + 2] in ("A", "Z", "z", "G"):
-                return pattern[place : place + 2]
-            if not in_class and value is not None and _needs_escape(value):
-                return "a quote, backslash or control character"
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-        elif char == "(" and pattern[place + 1 : place + 2] == "?":
-            if pattern[place + 2 : place + 3] != ":":
-                return "a group with ?, but for (?:"
-        elif _needs_escape(char):
-            return "a quote, backslash or control character"
-        place += step
-    return None
-
-
-def _needs_escape(char: str) -> bool:
-    return char in '"\\' or char < " "
-
-
-_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
-_HEX_DIGITS = {"x": 2, "u": 4}
-
-
-def _escape(pattern: str, place: int) -> tuple[int, str | None]:
-    """(length of the escape at `place`, the character that it stands for, a class has none)."""
-    name = pattern[place + 1 : place + 2]
-    if name in _HEX_DIGITS and name:
-        digits = pattern[place + 2 : place + 2 + _HEX_DIGITS[name]]
-        try:
-            return 2 + len(digits), chr(int(digits, 16))
-        except ValueError:
-            return 2, None
-    if name in "dDwWsSbB" or not name:
-        return 2, None
-    return 2, _CONTROL.get(name, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from server.openai.assistant import (
+from server.openai.assistant_events import (
     AssistantEvent,
     ReasoningDelta,
     TextDelta,

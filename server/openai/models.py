@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from radix_mla.errors import InvalidRequest
+from server.answers import ModelCard, ModelList, Text, Tokens
 from server.body import read_object
+from server.docs import describe
 from server.openai.common import service_of
-from server.openai.docs import body_of
 from server.openai.schemas import DetokenizeRequest, TokenizeRequest, validate
 from server.openai.tool_calls import read_tools
 from server.rendering import Conversation
@@ -18,21 +19,21 @@ from server.service import Service
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **describe(ModelList))
 async def list_models(http: Request) -> dict[str, Any]:
     """The served names."""
     service = service_of(http)
     return {"object": "list", "data": [_card(service, name) for name in service.model.names]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **describe(ModelCard, errors=(404,)))
 async def get_model(http: Request, name: str) -> dict[str, Any]:
     """One of them, or 404."""
     service = service_of(http)
     return _card(service, service.check_model(name))
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+@router.post("/tokenize", **describe(Tokens, body=TokenizeRequest, errors=(404,)))
 async def tokenize(http: Request) -> dict[str, Any]:
     """Token ids of a text, or of messages rendered as chat would render them."""
     service = service_of(http)
@@ -49,7 +50,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+@router.post("/detokenize", **describe(Text, body=DetokenizeRequest, errors=(404,)))
 async def detokenize(http: Request) -> dict[str, Any]:
     """Text of token ids."""
     service = service_of(http)

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from radix_mla.errors import InvalidRequest
+from server.openai.parts import MESSAGES, PROMPT, TOKEN_IDS, TOOLS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -43,6 +51,9 @@ Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
 Str = Annotated[str, Field(strict=True)]
 Stop = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1), WithJsonSchema(MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], WithJsonSchema(TOOLS)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 
 
@@ -73,9 +84,9 @@ class GenerationFields(BaseModel):
     seed: Annotated[Int, Field(ge=-_INT64, lt=_INT64)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, ge=0.01, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]] | None = None
-    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)] = []
+    stop: Annotated[Stops, BeforeValidator(_as_list, json_schema_input_type=Stop | Stops)] = []
     stop_token_ids: Annotated[list[Int], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: Bool = False
     skip_special_tokens: Bool = True
@@ -108,7 +119,9 @@ class GenerationFields(BaseModel):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions. `prompt` is checked by `prompts.py` (its error texts are clearer)."""
 
-    prompt: Any = None
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)] = None
     echo: Bool = False
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: Bool | None = None
@@ -117,11 +130,11 @@ class CompletionRequest(GenerationFields):
 class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[Int, Field(ge=-1, lt=_INT64)] | None = None
     logprobs: Bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Tools = []
     tool_choice: Str | dict[str, Any] | None = None
     parallel_tool_calls: Bool = True
     add_generation_prompt: Bool = True
@@ -139,8 +152,8 @@ class TokenizeRequest(BaseModel):
 
     model: Str | None = None
     prompt: Str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    tools: list[dict[str, Any]] = []
+    messages: Messages | None = None
+    tools: Tools = []
     add_special_tokens: Bool = True
     add_generation_prompt: Bool = True
     continue_final_message: Bool = False
@@ -152,7 +165,7 @@ class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
     model: Str | None = None
-    tokens: Any
+    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS)]
     skip_special_tokens: Bool = False
 
 

@@ -12,16 +12,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.openai.assistant import (
+from server.openai.assistant import Read
+from server.openai.assistant_events import (
     AssistantEvent,
-    Read,
     TextDelta,
     ToolCallArguments,
     ToolCallStart,
-    first_of,
-    held,
 )
 from server.openai.call_ids import CallIds
+from server.openai.markers import first_of, held
 
 _MAX_HEADER_CHARS = 512
 _FENCE = re.compile(r"\s*```\s*\Z")

@@ -13,15 +13,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from server.openai.assistant import (
-    Read,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-    first_of,
-    held,
-)
+from server.openai.assistant import Read
+from server.openai.assistant_events import TextDelta, ToolCallArguments, ToolCallStart
 from server.openai.call_ids import CallIds
+from server.openai.markers import first_of, held
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from server.openai.assistant import (
+from server.openai.assistant_events import (
     AssistantEvent,
     ReasoningDelta,
     TextDelta,

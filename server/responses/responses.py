@@ -8,10 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from radix_mla.errors import InvalidRequest
+from server.docs import OF_A_GENERATION, describe
 from server.openai.chat_plan import plan_chat
 from server.openai.common import Parsed, answer, parse, service_of
-from server.openai.docs import body_of
 from server.openai.logprobs import TokenNames
+from server.responses.answers import ResponseAnswer
 from server.responses.schemas import ResponsesRequest
 from server.responses.stream import ResponseRenderer
 from server.responses.translate import chat_request
@@ -19,7 +20,10 @@ from server.responses.translate import chat_request
 router = APIRouter()
 
 
-@router.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+@router.post(
+    "/v1/responses",
+    **describe(ResponseAnswer, body=ResponsesRequest, stream=True, errors=OF_A_GENERATION),
+)
 async def responses(http: Request) -> Response:
     """Answers input items."""
     service = service_of(http)

@@ -14,7 +14,7 @@ import msgspec
 from server.choice import Delta
 from server.errors import Problem
 from server.generation import Generation
-from server.openai.assistant import TextDelta
+from server.openai.assistant_events import TextDelta
 from server.openai.logprobs import TokenNames, chat_logprobs
 from server.openai.schemas import ChatRequest
 from server.openai.stream import KEEP_ALIVE, Dialect

@@ -20,8 +20,8 @@ from server.responses.schemas import ResponsesRequest
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"response_format", "max_tokens"}
 _SEALED = "radix-mla:"  # what this server returns as encrypted_content starts so
-_CALLS = frozenset(("function_call", "custom_tool_call"))
-_OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 def chat_request(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
@@ -110,7 +110,7 @@ class _Messages:
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}
             self._messages.append(self._turn)
-        if item.get("token_ids"):
+        if item.get("token_ids") is not None:
             self._turn["token_ids"] = item["token_ids"]
         return self._turn
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.mla_case import TRUE
 
-from radix_mla.attention.forms import CPU_RATES, FormChooser
+from radix_mla.attention.forms import CPU_RATES, H200_RATES, FormChooser, rates_of
 
 CHOOSER = FormChooser(TRUE, 32_768, CPU_RATES)
 
@@ -40,3 +42,25 @@ def test_decode_is_absorbed() -> None:
     assert (
         FormChooser(TRUE, 64, CPU_RATES, "non_absorbed").choose(1, 9, is_decode=True) == "absorbed"
     )
+
+
+def test_h200_table_chooses_what_was_fastest() -> None:
+    """Cases of tests/bench/gpu/calibrate_forms.py in which one form won clearly."""
+    rates = replace(H200_RATES, captured_tokens=0)
+    for heads, num_new, num_context, best in (
+        (16, 16, 2_048, "absorbed"),
+        (16, 128, 32_768, "absorbed"),
+        (16, 512, 32_768, "non_absorbed"),
+        (16, 2_048, 8_192, "one_shot"),
+        (16, 2_048, 0, "non_absorbed"),
+        (128, 48, 8_192, "absorbed"),
+        (128, 512, 8_192, "one_shot"),
+        (128, 512, 32_768, "non_absorbed"),
+    ):
+        chooser = FormChooser(replace(TRUE, num_heads=heads), 32_768, rates)
+        assert chooser.choose(num_new, num_context) == best, (heads, num_new, num_context)
+
+
+def test_rates_of_a_device() -> None:
+    assert rates_of("cpu") is CPU_RATES
+    assert rates_of("cuda:0") is H200_RATES

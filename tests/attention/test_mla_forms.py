@@ -10,8 +10,8 @@ import torch
 from support.assert_close import assert_within_plain
 from support.mla_case import ODD, TRUE, WIDE_V, MLACase, make_case
 
+from radix_mla.attention.backends.torch import TorchBackend
 from radix_mla.attention.forms import Form
-from radix_mla.attention.torch_backend import TorchBackend
 
 FORMS = get_args(Form)
 

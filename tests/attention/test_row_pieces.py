@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_mla.attention.row_pieces import Piece, row_pieces
+from radix_mla.attention.backends.row_pieces import Piece, row_pieces
 from radix_mla.cache.kv_pool import slots_of
 
 

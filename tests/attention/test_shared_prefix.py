@@ -9,9 +9,9 @@ from support.assert_close import assert_within_plain
 from support.mla_case import ODD, MLACase, make_case
 
 from radix_mla.attention import shared_prefix
+from radix_mla.attention.backends.torch import TorchBackend
 from radix_mla.attention.metadata import RaggedBatch, cumulative
 from radix_mla.attention.shared_prefix import find_shared
-from radix_mla.attention.torch_backend import TorchBackend
 from radix_mla.cache.kv_pool import slots_of
 from radix_mla.engine.step import Chunk
 

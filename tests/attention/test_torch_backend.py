@@ -11,8 +11,8 @@ from support.assert_close import assert_within_plain
 
 from kernels import reference_attention as reference
 from radix_mla.attention.backend import MHAWork, MQAWork
+from radix_mla.attention.backends.torch import TorchBackend
 from radix_mla.attention.metadata import cumulative
-from radix_mla.attention.torch_backend import TorchBackend
 
 INF = float("inf")
 
@@ -122,7 +122,7 @@ def test_mqa(case: str, page_size: int, layout: str, scratch_rows: int) -> None:
 def test_scores_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ([40], [300])
     monkeypatch.setitem(MQA_CASES, "blocks", case)
-    monkeypatch.setattr("radix_mla.attention.torch_absorbed._MAX_SCORES", 3 * 300 * 7)
+    monkeypatch.setattr("radix_mla.attention.backends.torch_absorbed._MAX_SCORES", 3 * 300 * 7)
     test_mqa("blocks", 16, "mixed", 64)
 
 

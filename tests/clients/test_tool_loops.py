@@ -7,10 +7,12 @@ minus at most the last sampled token, which has no row.
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from support.client_loop import CLIENTS, Answer, conversation
 from support.demo_app import demo_tokenizer
+from support.loss import explain
 from support.server_process import ServerProcess
 
 pytestmark = [pytest.mark.e2e]
@@ -42,6 +44,15 @@ def _common(left: list[int], right: list[int]) -> int:
     return min(len(left), len(right))
 
 
+def _place(before: Answer, after: Answer, common: int) -> str:
+    """Both texts around the first difference, for a failure's message."""
+    whole = before.prompt_ids + before.token_ids
+    decode = demo_tokenizer().decode
+    said = decode(whole[common - 5 : common + 30], skip_special_tokens=False)
+    shown = decode(after.prompt_ids[common - 5 : common + 30], skip_special_tokens=False)
+    return f"said {said!r}, shown {shown!r}; the answer: {before.calls} {before.text!r}"
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "splice", [pytest.param(False, marks=pytest.mark.slow), True], ids=["text", "token_ids"]
@@ -61,6 +72,7 @@ def test_every_cached_token_is_accounted_for(
     talk = conversation(client, system, splice=splice)
     before: Answer | None = None
     calls = lost = 0
+    reasons: Counter[str] = Counter()
     for turn in range(_TURNS):
         answer = talk.ask(one_layer_server.url)
         assert answer.prompt_tokens == len(answer.prompt_ids)
@@ -70,6 +82,9 @@ def test_every_cached_token_is_accounted_for(
         else:
             whole = before.prompt_ids + before.token_ids
             common = _common(answer.prompt_ids, whole)
+            reason = explain(demo_tokenizer(), before, answer, common)
+            assert reason is not None, f"turn {turn}: {_place(before, answer, common)}"
+            reasons[reason] += 1
             lost += len(whole) - common
             # The last sampled token has a row only if the engine went on before it was stopped.
             with_rows = min(common, len(whole) - 1)
@@ -84,6 +99,5 @@ def test_every_cached_token_is_accounted_for(
     if client != "cline":  # its calls are text
         assert calls >= _TURNS / 2
     assert one_layer_server.get("/v1/cache/audit")["ok"] is True
-    print(
-        f"{client} {'token_ids' if splice else 'text'}: {lost} answer tokens lost in {_TURNS} turns"
-    )
+    form = "token_ids" if splice else "text"
+    print(f"{client} {form}: {lost} answer tokens lost in {_TURNS} turns", dict(reasons))

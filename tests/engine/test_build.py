@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,16 @@ def test_a_model_without_weights_runs_on_dummy_ones(tmp_path: Path) -> None:
         EngineConfig(model=str(path), load_format="dummy", kv_cache_tokens=512, num_threads=1)
     )
     assert engine.info["num_sampleable"] == 256
+
+
+def test_overrides_of_the_model_s_config(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(make_checkpoint(tmp_path)),
+        hf_overrides={"num_hidden_layers": 1},
+        kv_cache_tokens=512,
+        num_threads=1,
+    )
+    engine = build_engine(config)
+    assert engine.info["dims"]["num_hidden_layers"] == 1
+    with pytest.raises(ConfigError, match="hf_overrides: layers"):
+        build_engine(replace(config, hf_overrides={"layers": 1}))

@@ -15,8 +15,9 @@ from support.tiny_checkpoint import make_checkpoint, quantize_tensors, write_ten
 from kernels.reference_model import dequantize_blocks
 from radix_mla.errors import CheckpointError
 from radix_mla.models import checkpoint
-from radix_mla.models.checkpoint import fill_dummy, load_model, locate
+from radix_mla.models.checkpoint import load_model, locate
 from radix_mla.models.deepseek import DeepseekForCausalLM
+from radix_mla.models.dummy import fill_dummy
 from radix_mla.models.hf_config import ModelConfig
 from radix_mla.models.weight_map import checkpoint_targets
 
@@ -36,7 +37,7 @@ def load(path: Path, **words: Any) -> DeepseekForCausalLM:
 
 
 def weights(model: DeepseekForCausalLM) -> dict[str, torch.Tensor]:
-    return checkpoint_targets(model)
+    return {name: target.value() for name, target in checkpoint_targets(model).items()}
 
 
 def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radix_mla.errors import CheckpointError, UnsupportedModel
+from radix_mla.errors import CheckpointError, ConfigError, UnsupportedModel
 from radix_mla.models.hf_config import GenerationDefaults, ModelConfig
 from radix_mla.models.rope_scaling import yarn_mscale
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "shapes"
 
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -352,3 +355,103 @@ def test_generation_defaults_malformed(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
         GenerationDefaults.from_dir(tmp_path, ModelConfig.from_hf_dict(V3))
+
+
+# Published sizes: parameters, and those active in a token (without the embedding and the head).
+SHAPES = {
+    "deepseek-v2-lite": ("DeepseekV2ForCausalLM", 15.7e9, 2.24e9),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", 671e9, 35.8e9),
+    "kimi-k2": ("DeepseekV3ForCausalLM", 1.027e12, 30.6e9),
+    "moonlight": ("DeepseekV3ForCausalLM", 15.96e9, 2.24e9),
+    "glm-4.7-flash": ("Glm4MoeLiteForCausalLM", 29.9e9, 3.0e9),
+    "youtu": ("YoutuForCausalLM", 1.96e9, 1.69e9),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_ship(name: str) -> None:
+    architecture, num_params, active = SHAPES[name]
+    config = ModelConfig.from_dir(CONFIGS / name)
+    assert config.architecture == architecture
+    assert config.num_params == pytest.approx(num_params, rel=0.02)
+    assert config.active_params == pytest.approx(active, rel=0.1)
+    assert config.kv_row_width == 576
+    assert config.rope_interleave
+
+
+def test_every_shape_is_tested() -> None:
+    assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == SHAPES.keys()
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    config = ModelConfig.from_dir(CONFIGS / "kimi-k2")
+    assert (config.n_routed_experts, config.n_group, config.num_attention_heads) == (384, 1, 64)
+    assert config.fp8
+    assert config.scoring_func == "sigmoid"
+    raw = json.loads((CONFIGS / "kimi-k2" / "config.json").read_text())
+    for change in ({"architectures": ["KimiK2ForCausalLM"]}, {"architectures": None}):
+        other = ModelConfig.from_hf_dict(raw | change)
+        assert other == replace(config, architecture="KimiK2ForCausalLM")
+
+
+def test_glm_4_7_flash() -> None:
+    """No scoring_func in its config.json: sigmoid, as everything after V2."""
+    config = ModelConfig.from_dir(CONFIGS / "glm-4.7-flash")
+    assert (config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim) == (192, 256, 256)
+    assert (config.topk_method, config.scoring_func) == ("noaux_tc", "sigmoid")
+    assert config.softmax_scale == 256**-0.5
+    assert config.yarn is None
+    assert config.eos_token_ids == (154820, 154827, 154829)
+    assert not config.is_moe_layer(0)
+    assert config.is_moe_layer(1)
+
+
+@pytest.mark.parametrize("dense", [0, 1, 3])
+def test_mlp_layer_types_say_where_moe_begins(dense: int) -> None:
+    types = ["dense"] * dense + ["sparse"] * (61 - dense)
+    config = ModelConfig.from_hf_dict(
+        without(V3, "first_k_dense_replace") | {"mlp_layer_types": types}
+    )
+    assert config.first_k_dense_replace == dense
+
+
+@pytest.mark.parametrize("types", [["sparse", "dense"], ["dense", "other"], "dense and more"])
+def test_other_mlp_layer_types_are_refused(types: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="mlp_layer_types"):
+        ModelConfig.from_hf_dict(V3 | {"mlp_layer_types": types})
+
+
+def test_partial_rotary_factor_is_refused_at_the_top_too() -> None:
+    assert ModelConfig.from_hf_dict(
+        V3 | {"partial_rotary_factor": 1.0}
+    ) == ModelConfig.from_hf_dict(V3)
+    with pytest.raises(UnsupportedModel, match="partial_rotary_factor"):
+        ModelConfig.from_hf_dict(V3 | {"partial_rotary_factor": 0.5})
+
+
+def test_overrides_replace_values_and_merge_objects() -> None:
+    config = ModelConfig.from_hf_dict(V3, {"num_hidden_layers": 4, "rope_scaling": {"factor": 8}})
+    want = V3 | {"num_hidden_layers": 4, "rope_scaling": V3["rope_scaling"] | {"factor": 8}}
+    assert config == ModelConfig.from_hf_dict(want)
+    assert ModelConfig.from_hf_dict(V3, {"rope_scaling": None}).yarn is None
+    assert ModelConfig.from_hf_dict(V3, {}) == ModelConfig.from_hf_dict(V3)
+    assert V3["num_hidden_layers"] == 61
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"num_hidden_layer": 4}, "num_hidden_layer "),
+        ({"num_key_value_heads": 4}, "num_key_value_heads"),  # known to others, without effect here
+        ({"rope_scaling": {"facto": 8}}, r"rope_scaling\.facto "),
+        ({"num_hidden_layers": 4, "speed": {"warp": 9}}, r"speed\.warp"),
+    ],
+)
+def test_overrides_that_nothing_reads_are_named(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"hf_overrides: {named}"):
+        ModelConfig.from_hf_dict(V3, overrides)
+
+
+def test_overrides_are_checked_as_the_file_is() -> None:
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 0"):
+        ModelConfig.from_hf_dict(V3, {"num_hidden_layers": 0})

@@ -30,6 +30,7 @@ PARAMETERS = [
     yarn(factor=40.0, mscale=1.0, mscale_all_dim=0.5),
     yarn(factor=40.0),
     yarn(factor=16.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=16.0, beta_slow=2.0),
+    yarn(factor=64.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=1.0),  # Kimi-K2
     yarn(factor=40.0, truncate=False),
     yarn(factor=1.0, mscale=1.0, mscale_all_dim=1.0),
 ]

@@ -7,10 +7,9 @@ the first run left in the prefix cache.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -60,9 +59,36 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "intermediate": 512,
         "moe_intermediate": 512,
     },
+    "moonlight": {
+        "arch": "v3",
+        "q_lora": None,
+        "shared_experts": 2,
+        "groups": 1,
+        "top_groups": 1,
+        "routed_scaling": 2.446,
+        "yarn_factor": None,
+    },
+    "glm": {
+        "arch": "glm",
+        "nope": 192,
+        "v": 256,
+        "groups": 1,
+        "top_groups": 1,
+        "routed_scaling": 1.8,
+        "extra_config": {"rms_norm_eps": 1e-5},
+    },
+    "glm-halves": {
+        "arch": "glm",
+        "layers": 3,
+        "first_dense": 2,
+        "rope_interleave": False,
+        "extra_config": {"mlp_layer_types": ["dense", "dense", "sparse"]},
+    },
     "youtu": {"arch": "youtu"},
     "youtu-halves": {"arch": "youtu", "rope_interleave": False, "q_lora": None, "tied": False},
 }
+# As on a GPU: stacked experts, one kernel for norm, rotation and row write (its torch form here).
+FUSED = ("v2", "v2-lora-groups", "v3", "v3-raw-weights", "moonlight", "glm", "youtu-halves")
 
 
 @pytest.fixture(autouse=True)
@@ -87,23 +113,28 @@ class Pair:
         return logits[0]
 
 
+class PairOf(Protocol):
+    def __call__(self, name: str, *, fused: bool = False) -> Pair: ...
+
+
 @pytest.fixture(scope="module")
-def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
     pairs: dict[str, Pair] = {}
 
-    def get(name: str) -> Pair:
-        if name not in pairs:
-            path = make_checkpoint(tmp_path_factory.mktemp(name), **CHECKPOINTS[name])
+    def get(name: str, *, fused: bool = False) -> Pair:
+        key = f"{name}-fused" if fused else name
+        if key not in pairs:
+            path = make_checkpoint(tmp_path_factory.mktemp(key), **CHECKPOINTS[name])
             config = ModelConfig.from_dir(path)
-            pairs[name] = Pair(
+            pairs[key] = Pair(
                 config,
-                load_model(path, config, dtype=torch.float32, device="cpu"),
+                load_model(path, config, dtype=torch.float32, device="cpu", fused=fused),
                 AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32, attn_implementation="eager"
                 ),
             )
             shutil.rmtree(path)
-        return pairs[name]
+        return pairs[key]
 
     return get
 
@@ -164,9 +195,11 @@ def prompt_of(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, length, dtype=np.int32)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_ragged_batch_of_prompts(name: str, pair_of: Callable[[str], Pair]) -> None:
-    pair = pair_of(name)
+@pytest.mark.parametrize(
+    ("name", "fused"), [*((name, False) for name in CHECKPOINTS), *((name, True) for name in FUSED)]
+)
+def test_ragged_batch_of_prompts(name: str, fused: bool, pair_of: PairOf) -> None:
+    pair = pair_of(name, fused=fused)
     machine = Machine.of(pair)
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     chunks, page = [], 0
@@ -182,24 +215,27 @@ def test_ragged_batch_of_prompts(name: str, pair_of: Callable[[str], Pair]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "page_size"),
+    ("name", "form", "page_size", "fused"),
     [
-        ("v2", "absorbed", 1),
-        ("v2", "non_absorbed", 16),
-        ("v2", "one_shot", 64),
-        ("v3", "absorbed", 16),
-        ("v3", "non_absorbed", 64),
-        ("v3", "one_shot", 1),
-        ("v3", "auto", 64),
-        ("v3-odd-dims", "auto", 16),
-        ("v3-packed", "auto", 16),
-        ("youtu", "auto", 1),
+        ("v2", "absorbed", 1, False),
+        ("v2", "non_absorbed", 16, False),
+        ("v2", "one_shot", 64, False),
+        ("v3", "absorbed", 16, False),
+        ("v3", "non_absorbed", 64, False),
+        ("v3", "one_shot", 1, False),
+        ("v3", "auto", 64, False),
+        ("v3", "auto", 16, True),
+        ("v3-odd-dims", "auto", 16, False),
+        ("v3-packed", "auto", 16, False),
+        ("moonlight", "auto", 64, True),
+        ("glm", "auto", 16, False),
+        ("youtu", "auto", 1, False),
     ],
 )
 def test_greedy_tokens_cold_and_on_a_hit(
-    name: str, form: str, page_size: int, pair_of: Callable[[str], Pair]
+    name: str, form: str, page_size: int, fused: bool, pair_of: PairOf
 ) -> None:
-    pair = pair_of(name)
+    pair = pair_of(name, fused=fused)
     # 48 context rows at a time: the later chunks and the hit have several context chunks.
     machine = Machine.of(
         pair,
@@ -230,7 +266,7 @@ def test_greedy_tokens_cold_and_on_a_hit(
     assert machine.paths["absorbed"] > 0  # decode
 
 
-def test_m07_logits_at_far_positions(pair_of: Callable[[str], Pair]) -> None:
+def test_m07_logits_at_far_positions(pair_of: PairOf) -> None:
     """A scale without mscale² is right at position 0 only; checked beyond the original context."""
     pair = pair_of("v2")
     machine = Machine.of(pair)

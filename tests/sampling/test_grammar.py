@@ -9,7 +9,9 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from support.server_process import wait_for
 
 from radix_mla.errors import InvalidRequest
 from radix_mla.request import Grammar
@@ -167,6 +169,24 @@ def test_hostile_grammars_are_refused_in_time_and_others_are_not_kept_waiting(to
         assert time.monotonic() - begin < 10
         again = compiler.compile(HOSTILE[0])
         assert again.done(), "known by now"
+    finally:
+        compiler.close()
+
+
+def test_who_had_no_turn_on_the_cpu_gets_more_time(tokenizer: Tokenizer) -> None:
+    """A busy machine must not make harmless grammars hostile; a stopped process stands for it."""
+    compiler = GrammarCompiler(str(DEMO), eos_ids=[EOS], vocab_size=tokenizer.size, timeout_s=1)
+    try:
+        compiler.compile(Grammar("choice", '["a"]')).result(60)  # the worker is there
+        future = compiler.compile(HOSTILE[1])
+        wait_for(lambda: len(psutil.Process().children(recursive=True)) >= 2)
+        child = max(psutil.Process().children(recursive=True), key=lambda p: p.create_time())
+        child.suspend()
+        with pytest.raises(TimeoutError):
+            future.result(1.3)
+        child.resume()
+        with pytest.raises(InvalidRequest, match="longer than 1 s"):
+            future.result(60)
     finally:
         compiler.close()
 

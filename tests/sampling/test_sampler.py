@@ -147,23 +147,38 @@ def test_greedy_is_the_argmax_of_its_own_row() -> None:
     assert tokens == logits.argmax(axis=1).tolist()
 
 
-def test_greedy_on_a_device_is_the_same() -> None:
-    logits = random_logits(rows=4)
-    logits[1, 7] = math.nan
-    seqs = [make_sequence(temperature=0.0) for _ in range(4)]
-    work = [Work(seq, 1, True, i != 2, i, 1) for i, seq in enumerate(seqs)]
+def mixed_work() -> list[Work]:
+    """Greedy, drawn, one that is due nothing, logprobs, a penalty, three rows for prompt logprobs;
+    their rows of logits in that order.
+    """
+    plain = [
+        make_sequence(temperature=0.0),
+        make_sequence(temperature=0.7, top_p=0.9, seed=5),
+        make_sequence(temperature=1.3, top_k=7, min_p=0.01, seed=(1 << 63) + 9, index=2),
+        make_sequence(),
+        make_sequence(logprobs=2),
+        make_sequence(generated=[4, 4, 4], presence_penalty=1.5),
+    ]
+    work = [Work(seq, 1, i != 3, i != 3, i, 1) for i, seq in enumerate(plain)]
+    seq = make_sequence([1, 2, 3], temperature=0.0, prompt_logprobs=1)
+    return [*work, Work(seq, 3, False, True, len(work), 3)]
+
+
+def test_rows_that_stay_on_a_device_are_sampled_as_on_the_host() -> None:
+    logits = torch.from_numpy(random_logits(rows=9))
+    logits[0, 7] = math.nan
     sampler = Sampler(VOCAB - 5)
-    rows = torch.from_numpy(logits)
-    assert sampler._argmax_on_device(rows, work) == sampler.sample(rows, work)
+    want = sampler.sample(logits, mixed_work())
+    assert sampler._sample_on_device(logits[:, : VOCAB - 5], mixed_work()) == want
+    assert want[0].nonfinite
+    assert want[3].token_id is None
 
 
 @pytest.mark.gpu
 def test_logits_may_be_on_a_gpu() -> None:
-    logits = torch.from_numpy(random_logits(rows=2)).cuda()
-    for params in ({"temperature": 0.0}, {"top_p": 0.5, "logprobs": 2}):
-        work = [Work(make_sequence(**params), 1, True, True, i, 1) for i in range(2)]
-        sampler = Sampler(VOCAB)
-        assert sampler.sample(logits, work) == sampler.sample(logits.cpu(), work)
+    logits = torch.from_numpy(random_logits(rows=9))
+    sampler = Sampler(VOCAB - 5)
+    assert sampler.sample(logits.cuda(), mixed_work()) == sampler.sample(logits, mixed_work())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-4])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from support.demo_app import demo_app, says
 
 from server.anthropic.schemas import MessagesRequest
@@ -76,6 +81,62 @@ def test_flags_of_peers() -> None:
         for flag in re.findall(r"`--([\w-]+)`", same):
             assert flag.replace("-", "_") in Settings.model_fields
     assert rows == set(PEER_NAMES)
+
+
+@pytest.mark.parametrize("name", ["from-vllm.md", "from-sglang.md"])
+async def test_what_the_tables_of_peers_name_exists(name: str) -> None:
+    """Our flags, our metrics, and the aliases of theirs."""
+    text = (DOCS / name).read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    for row in rows:
+        for flag in re.findall(r"--([a-z][\w-]+)", " ".join(row[1:])):
+            assert flag.replace("-", "_") in {*Settings.model_fields, "tp", "dcp"}, row
+    exposed = (await demo_app(says("a"), metrics_aliases="vllm").get("/metrics")).text
+    names = set(re.findall(r"^# TYPE ([\w:]+)", exposed, re.MULTILINE))
+    named = set(re.findall(r"\b(radix_mla_[a-z_]+)", text))
+    assert named
+    assert named <= names
+    for row in rows:
+        if row[-1].startswith("yes"):
+            assert set(re.findall(r"vllm:\w+", row[0])) <= names, row
+
+
+_CLIENTS = {  # what says the session
+    "openai (Python)": "prompt_cache_key",
+    "langchain": "prompt_cache_key",
+    "openai-agents": "x-session-affinity",
+    "anthropic (Python)": '"user_id"',
+    "Claude Code": "metadata.user_id",
+    "Codex": "session_id",
+    "opencode": "x-session-affinity",
+    "Cline": "x-session-affinity",
+    "Continue": "x-session-affinity",
+    "Open WebUI": "X-OpenWebUI-Chat-Id",
+    "LiteLLM's proxy": "x-session-affinity",
+    "llm": "x-session-affinity",
+}
+
+
+@pytest.mark.parametrize("client", _CLIENTS)
+def test_each_client_has_its_set_up_and_its_session(client: str) -> None:
+    section = _section((DOCS / "clients.md").read_text(), client)
+    assert "127.0.0.1:8000" in section or "host.docker.internal:8000" in section
+    assert _CLIENTS[client] in section
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "python": ast.parse,
+    "toml": tomllib.loads,
+    "json": json.loads,
+    "yaml": yaml.safe_load,
+}
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_what_is_to_be_copied_parses(path: Path) -> None:
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(), re.M | re.S):
+        if language in _PARSERS:
+            _PARSERS[language](text)
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from support.demo_app import demo_app, says
 from support.fake_engine import FakeEngine
 from support.http_app import Harness
 
@@ -91,6 +92,24 @@ async def test_x03_lone_surrogates_in_any_field(harness: Harness, field: str, st
 
 async def test_text_that_only_looks_like_an_escaped_nul_is_fine(harness: Harness) -> None:
     assert (await harness.complete(prompt="a\\u0000b")).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "allowed"), [("/health", "GET, HEAD"), ("/v1/cache", "DELETE")])
+async def test_a09_405_names_the_methods_of_every_route(
+    harness: Harness, path: str, allowed: str
+) -> None:
+    response = await harness.client.request("OPTIONS", path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize(("role", "status"), [("assistant", 200), ("user", 400)])
+async def test_x03_what_the_model_itself_said_comes_back(role: str, status: int) -> None:
+    """Or a conversation in which a model wrote NUL could never go on."""
+    words = {"role": "user", "content": "hi"}
+    message = {"role": role, "content": "a\0b"}
+    response = await demo_app(says("ok")).chat(messages=[words, message, words])
+    assert response.status_code == status
 
 
 @pytest.mark.parametrize("depth", [100, 3_000, 60_000])

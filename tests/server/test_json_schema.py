@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from radix_mla.errors import InvalidRequest
-from server.openai.json_schema import MAX_DEPTH, prepare_schema, unsupported_in_pattern
+from server.openai.json_pattern import unsupported_in_pattern
+from server.openai.json_schema import MAX_DEPTH, prepare_schema
 
 
 def prepared(schema: Any) -> Any:
@@ -117,3 +121,28 @@ def test_patterns_that_can_be_enforced(pattern: str) -> None:
 )
 def test_patterns_that_cannot(pattern: str) -> None:
     assert unsupported_in_pattern(pattern) is not None
+
+
+_KEYWORDS = st.sampled_from(
+    [
+        *("type", "enum", "const", "format", "$ref", "anyOf", "allOf", "items", "prefixItems"),
+        *("properties", "required", "additionalProperties", "patternProperties", "pattern"),
+        *("minLength", "minimum", "multipleOf", "uniqueItems", "not", "$defs", "additionalItems"),
+    ]
+)
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from(["string", "object", "array", "number", "a", "date", "#", "#/$defs/a", "("]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYWORDS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(schema=st.dictionaries(_KEYWORDS, _VALUES, max_size=4))
+@settings(max_examples=1000)
+def test_whatever_comes_is_prepared_or_refused(schema: Any) -> None:
+    """Nothing else: another exception would be a 500."""
+    with contextlib.suppress(InvalidRequest):
+        json.loads(prepare_schema(schema))

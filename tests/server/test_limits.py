@@ -114,6 +114,7 @@ async def test_a06_no_stops_and_16_stops(harness: Harness) -> None:
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 5e-324),
         ("repetition_penalty", -1),
         ("seed", 2**63),
         ("seed", "x"),

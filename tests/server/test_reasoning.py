@@ -10,12 +10,8 @@ from support.http_app import events
 from support.tool_models import DEEPSEEK_V31, assemble, harness, load, says
 
 from radix_mla.text.tokenizer import Tokenizer
-from server.openai.assistant import (
-    AssistantParser,
-    ReasoningDelta,
-    TextDelta,
-    merge_events,
-)
+from server.openai.assistant import AssistantParser
+from server.openai.assistant_events import ReasoningDelta, TextDelta, merge_events
 from server.openai.reasoning import THINK
 
 USER = {"role": "user", "content": "hi"}

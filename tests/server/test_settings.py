@@ -109,3 +109,21 @@ def test_public_settings_have_no_keys() -> None:
     public = load({"api_key": ["secret"]}, environ={}).public()
     assert "secret" not in str(public)
     assert public["num_api_keys"] == 1
+
+
+def test_hf_overrides_are_json_or_an_object(tmp_path: Path) -> None:
+    text = '{"num_hidden_layers": 4, "rope_scaling": {"factor": 8}}'
+    want = {"num_hidden_layers": 4, "rope_scaling": {"factor": 8}}
+    for settings in (
+        load({"hf_overrides": text}, environ={}),
+        load({}, environ={"RADIX_MLA_HF_OVERRIDES": text}),
+        load({}, config_file=_yaml(tmp_path, f"hf-overrides: {text}"), environ={}),
+    ):
+        assert settings.hf_overrides == want
+        assert settings.engine_config("m").hf_overrides == want
+
+
+@pytest.mark.parametrize("text", ["{", "4", "[1]"])
+def test_hf_overrides_that_are_no_object(text: str) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides"):
+        load({"hf_overrides": text}, environ={})

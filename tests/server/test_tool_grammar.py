@@ -199,3 +199,61 @@ def test_a_schema_that_cannot_be_enforced(check: Check) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check.build(DEEPSEEK_V31, "auto", tools=[LOOSE, strict])
     assert refused.value.param == "tools[1].function.parameters"
+
+
+RICH = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+                "seat": {"$ref": "#/$defs/seat"},
+                "note": {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Note"},
+            },
+            "required": ["code", "seat", "note"],
+            "additionalProperties": False,
+            "$defs": {"seat": {"type": "string", "enum": ["aisle", "window"]}},
+        },
+    },
+}
+BOOKED = {"code": "AB-123", "seat": "aisle", "note": None}
+
+
+@pytest.mark.parametrize("model", [DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2], ids=lambda m: m.name)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_strict_tool_with_ref_any_of_and_pattern(
+    check: Check, model: ToolModel, choice: str
+) -> None:
+    grammar = check.build(model, choice, tools=[STRICT, RICH])
+    for change in ({}, {"note": 7}, {"seat": "window"}):
+        assert check.accepts(grammar, _write(model, ("book", {**BOOKED, **change})))
+    for change in ({"code": "ab-123"}, {"seat": "roof"}, {"note": "x"}, {"extra": 1}):
+        assert not check.accepts(grammar, _write(model, ("book", {**BOOKED, **change})))
+    assert check.accepts(grammar, _write(model, ("book", BOOKED), ("f", {"a": 1})))
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+        ({"allOf": [{}, {}]}, "allOf"),
+        ({"$ref": "https://example.com/a"}, "ref"),
+        ({"type": "string", "pattern": "(?=a)"}, "pattern"),
+        ({"type": "string", "pattern": "^a$", "maxLength": 3}, "length"),
+    ],
+)
+def test_what_a_strict_tool_cannot_have_is_named(
+    check: Check, part: dict[str, Any], named: str
+) -> None:
+    parameters = {"type": "object", "properties": {"deep": {"type": "array", "items": part}}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    with pytest.raises(InvalidRequest, match=named) as refused:
+        check.build(DEEPSEEK_V31, "auto", tools=[LOOSE, tool])
+    assert refused.value.param == "tools[1].function.parameters"
+    assert "properties/deep/items" in refused.value.message

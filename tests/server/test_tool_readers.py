@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.openai.assistant import (
+from server.openai.assistant import AssistantParser
+from server.openai.assistant_events import (
     AssistantEvent,
-    AssistantParser,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,

@@ -404,3 +404,18 @@ async def test_without_xgrammar_strict_is_named_in_the_header(
     response = await app.chat(tools=[strict], max_tokens=1)
     assert response.headers["x-radix-ignored-fields"] == "tools[].function.strict"
     assert app.engine.requests[-1].params.grammar is None
+
+
+async def test_a_strict_tool_that_cannot_be_enforced_is_a_400_that_names_why(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    app = harness(FakeEngine(), tokenizers[DEEPSEEK_V31.name])
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    response = await app.chat(tools=[{"type": "function", "function": function}], max_tokens=1)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "uniqueItems is not supported (at properties/a)" in error["message"]
+    assert error["param"] == "tools[0].function.parameters"
+    loose = {"type": "function", "function": {**function, "strict": False}}
+    assert (await app.chat(tools=[loose], max_tokens=1)).status_code == 200

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Conversation:
         self.turn = 0
 
     def ask(self, url: str) -> Answer:
-        """One streamed request. Raises HTTPError."""
+        """One streamed request. Raises AssertionError with the answer if it is not 200."""
         body = copy.deepcopy(self.body) | {"return_token_ids": True, "seed": self.turn}
         self.prepare(body, force=self.turn % 4 != 3)
         request = urllib.request.Request(
@@ -87,8 +88,11 @@ class Conversation:
             data=json.dumps(body).encode(),
             headers={"content-type": "application/json", **self.headers},
         )
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return self.read(_events(reply.read().decode()))
+        try:
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return self.read(_events(reply.read().decode()))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"turn {self.turn}: {error.code} {error.read()!r}") from None
 
     def go_on(self, answer: Answer) -> None:
         """The answer and a tool's result, or the user's next words, join the history."""

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from kernels.reference_attention import mha_varlen
+from radix_mla.attention.backend import AttentionBackend, Setting
+from radix_mla.attention.backends.torch import TorchBackend
 from radix_mla.attention.context import ForwardContext
 from radix_mla.attention.forms import CPU_RATES, Form, FormChooser
 from radix_mla.attention.metadata import LatentWeights, RaggedBatch, cumulative
 from radix_mla.attention.plan import AttentionPlan, plan_attention
-from radix_mla.attention.torch_backend import TorchBackend
 from radix_mla.attention.workspace import MLADims, Workspace
 from radix_mla.cache.kv_layout import KVLayout
 from radix_mla.cache.kv_pool import KVPool, slots_of
@@ -36,17 +37,38 @@ class MLACase:
     rows: torch.Tensor  # [T, L + R], not yet in the pool
     scale: float
 
+    @property
+    def device(self) -> str:
+        return str(self.q.device)
+
+    def setting(self) -> Setting:
+        """What a backend for this case must cope with."""
+        lengths = self.batch.num_context + self.batch.num_new
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        return Setting(
+            device=self.device,
+            arch=None,
+            dtype=names[self.q.dtype],
+            kv_dtype=self.pool.layout.name,
+            page_size=self.batch.page_size,
+            dims=self.dims,
+            max_num_seqs=len(lengths) + 2,
+            max_tokens=self.q.shape[0] + 3,
+            max_pages=-(-int(lengths.max()) // self.batch.page_size) + 1,
+        )
+
     def context(
         self,
         form: Form | None,
         *,
         workspace_rows: int = 4096,
-        backend: TorchBackend | None = None,
+        backend: AttentionBackend | None = None,
     ) -> ForwardContext:
         """A planned step; `form` None: the cost model chooses."""
-        backend = backend or TorchBackend("cpu")
+        device = self.device
+        backend = backend or TorchBackend(device)
         chooser = FormChooser(self.dims, workspace_rows, CPU_RATES, form)
-        plan = plan_attention(self.batch, chooser, "cpu")
+        plan = plan_attention(self.batch, chooser, device)
         backend.plan(plan.mha, plan.absorbed.work if plan.absorbed else None)
         workspace = Workspace(
             self.dims,
@@ -54,12 +76,13 @@ class MLACase:
             step_tokens=self.q.shape[0],
             pad_heads=backend.caps.pad_heads,
             dtype=self.q.dtype,
+            device=device,
         )
         workspace.rows().fill_(float("nan"))
         workspace.absorbed_queries(self.q.shape[0]).fill_(float("nan"))
         return ForwardContext(
-            positions=torch.from_numpy(self.batch.positions),
-            slots=torch.from_numpy(self.batch.slots),
+            positions=torch.from_numpy(self.batch.positions).to(device),
+            slots=torch.from_numpy(self.batch.slots).to(device),
             plan=plan,
             pool=self.pool,
             workspace=workspace,
@@ -71,7 +94,7 @@ class MLACase:
         form: Form | None,
         *,
         workspace_rows: int = 4096,
-        backend: TorchBackend | None = None,
+        backend: AttentionBackend | None = None,
     ) -> tuple[torch.Tensor, AttentionPlan]:
         """Writes the new rows and attends: (out [T, H, V], the plan)."""
         ctx = self.context(form, workspace_rows=workspace_rows, backend=backend)
@@ -86,7 +109,8 @@ class MLACase:
             slots_of(table, 0, int(n), self.batch.page_size)
             for table, n in zip(self.batch.page_tables, lengths, strict=True)
         ]
-        rows = self.pool.layer(0)[torch.from_numpy(np.concatenate(slots))].to(dtype)
+        at = torch.from_numpy(np.concatenate(slots)).to(self.q.device)
+        rows = self.pool.layer(0)[at].to(dtype)
         c_kv, k_pe = rows.split([self.dims.latent, self.dims.rope], dim=-1)
         k_nope = torch.einsum("nl,hpl->nhp", c_kv, w_uk)
         k = torch.cat((k_nope, k_pe[:, None].expand(-1, self.dims.num_heads, -1)), dim=-1)
@@ -112,6 +136,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     decode: bool = False,
     seed: int = 0,
+    device: str = "cpu",
 ) -> MLACase:
     """`sequences`: (Sq, Sk) each; pages are scattered over the pool unless `contiguous`."""
     generator = torch.Generator().manual_seed(seed)
@@ -131,21 +156,22 @@ def make_case(
         for i, (new, context) in enumerate(sequences)
     ]
     layout = KVLayout.of(kv_dtype, latent=dims.latent, rope=dims.rope)
-    pool = KVPool(layout, 1, len(order), page_size)
+    pool = KVPool(layout, 1, len(order), page_size, device)
     pool.layer(0).fill_(float("nan"))
     for chunk in chunks:
         slots = torch.from_numpy(slots_of(chunk.page_table, 0, chunk.start, page_size))
-        pool.write(0, slots, torch.randn(len(slots), dims.row, generator=generator))
+        rows = torch.randn(len(slots), dims.row, generator=generator)
+        pool.write(0, slots.to(device), rows.to(device))
     batch = RaggedBatch.of(chunks, page_size)
     tokens = int(batch.cu_q[-1])
     w = torch.randn(dims.num_heads, dims.nope + dims.value, dims.latent, generator=generator)
-    w = (w / dims.latent**0.5).to(dtype)
+    w = (w / dims.latent**0.5).to(device, dtype)
     return MLACase(
         dims=dims,
         batch=batch,
         pool=pool,
         weights=LatentWeights(w[:, : dims.nope], w[:, dims.nope :]),
-        q=torch.randn(tokens, dims.num_heads, dims.qk, generator=generator).to(dtype),
-        rows=torch.randn(tokens, dims.row, generator=generator).to(dtype),
+        q=torch.randn(tokens, dims.num_heads, dims.qk, generator=generator).to(device, dtype),
+        rows=torch.randn(tokens, dims.row, generator=generator).to(device, dtype),
         scale=dims.qk**-0.5,
     )

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import save_file
 from support.byte_tokenizer import make_byte_tokenizer
 
-Arch = Literal["v2", "v3", "youtu"]
+Arch = Literal["v2", "v3", "glm", "youtu"]
 
 _ARCHITECTURE = {
     "v2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "glm": ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
     "youtu": ("YoutuForCausalLM", "youtu"),
 }
 _BLOCK = 128
@@ -70,13 +71,13 @@ def make_checkpoint(
     """Writes config.json and weights into `path` (made if needed) and returns it.
 
     "auto": V2 has no q_lora, greedy softmax routing and yarn; V3 q_lora 32, noaux_tc in 4 groups of
-    which 2, and yarn; Youtu is dense with q_lora 32 and without yarn. `fp8` stores the big matrices
-    in 128×128 blocks. `shards` > 1 writes an index. `tokenizer` adds a byte-level tokenizer and
-    needs vocab ≥ 261. Equal arguments give equal bytes.
+    which 2, and yarn; GLM is V3 without yarn; Youtu is dense with q_lora 32 and without yarn. `fp8`
+    stores the big matrices in 128×128 blocks. `shards` > 1 writes an index. `tokenizer` adds a
+    byte-level tokenizer and needs vocab ≥ 261. Equal arguments give equal bytes.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    v3, dense = arch == "v3", arch == "youtu"
+    v3, dense = arch in ("v3", "glm"), arch == "youtu"
     architecture, model_type = _ARCHITECTURE[arch]
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -104,7 +105,7 @@ def make_checkpoint(
         "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }
     if yarn_factor == "auto":
-        yarn_factor = None if dense else 40.0
+        yarn_factor = None if arch in ("youtu", "glm") else 40.0
     if yarn_factor is not None:
         config["rope_scaling"] = {
             "type": "yarn",

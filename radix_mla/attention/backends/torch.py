@@ -14,12 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from kernels.merge_lse import merge_lse_
-from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial
-from radix_mla.attention.row_pieces import Piece, row_pieces
+from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial, Setting
+from radix_mla.attention.backends.row_pieces import Piece, row_pieces
+from radix_mla.attention.backends.torch_absorbed import attend_padded, attend_pieces
 from radix_mla.attention.shared_prefix import find_shared
-from radix_mla.attention.torch_absorbed import attend_padded, attend_pieces
 from radix_mla.cache.kv_pool import slots_of
 
+CAPS = Caps(
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({"fp32", "bf16"}),
+    kv_dtypes=frozenset({"fp32", "bf16"}),
+    page_sizes=None,
+    prefill=True,
+    absorbed=True,
+    pad_heads=True,
+)
 _QUERY_BLOCK = 256
 _SHORT = 256  # rows; below, one padded batch beats the calls of one sequence after the other
 _GATHER_QUERIES = 4  # from these on one GEMM over gathered rows beats several over runs in place
@@ -27,18 +36,20 @@ _MAX_SCORES = 1 << 22  # elements of a block of scores: 16 MB in fp32
 _EMPTY = float("-inf")
 
 
+def unavailable(setting: Setting) -> str | None:
+    """Why this backend cannot be used here, beyond its `Caps`; None: it can."""
+    return None
+
+
+def make(setting: Setting) -> TorchBackend:
+    return TorchBackend(setting.device)
+
+
 class TorchBackend:
     """`flash` None: where it exists, which is on CPU."""
 
     name = "torch"
-    caps = Caps(
-        devices=frozenset({"cpu", "cuda"}),
-        kv_dtypes=frozenset({"fp32", "bf16"}),
-        page_sizes=None,
-        prefill=True,
-        absorbed=True,
-        pad_heads=True,
-    )
+    caps = CAPS
 
     def __init__(self, device: str, *, flash: bool | None = None) -> None:
         self.device = device
@@ -49,6 +60,12 @@ class TorchBackend:
         self._planned: MQAWork | None = None
 
     def plan(self, mha: list[MHAWork], mqa: MQAWork | None) -> None:
+        self.plan_mqa(mqa)
+
+    def plan_mha(self, works: list[MHAWork]) -> None:
+        """Host lengths are all that `run_mha` needs."""
+
+    def plan_mqa(self, mqa: MQAWork | None) -> None:
         self._planned, self._tails, self._shared, self._padded = mqa, [], [], None
         if mqa is None:
             return

@@ -1,0 +1,192 @@
+"""CUDA graphs of small steps, made once at start: a step then costs the host one launch.
+
+    step of T tokens, every sequence absorbed      bucket N: the least of `bucket_sizes` with N >= T
+    host    refill(batch) ─ tokens, rows of logits ─ replay
+    device  [T tokens | N - T padding] ─► layers ─► logits, checks          shapes depend on N alone
+
+Two families where the decode kernel takes one query a sequence and reads every sequence's rows for
+itself: `plain` steps, and `mixed` ones, in which sequences have several queries or share a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from radix_mla.attention.context import ForwardContext
+from radix_mla.attention.shared_prefix import find_shared
+from radix_mla.attention.static_plan import StaticAbsorbed
+
+if TYPE_CHECKING:
+    from radix_mla.attention.backend import AttentionBackend
+    from radix_mla.attention.metadata import RaggedBatch
+    from radix_mla.attention.workspace import Workspace
+    from radix_mla.cache.kv_pool import KVPool
+
+MAX_TOKENS = 512
+
+
+class StepOutputs(NamedTuple):
+    """What a forward leaves on the device: logits fp32 [M, vocab] of the rows asked for, and
+    whether a token's rows and hidden states (bool [T]) and a row of logits (bool [M]) are finite.
+    """
+
+    logits: torch.Tensor
+    tokens_finite: torch.Tensor
+    logits_finite: torch.Tensor
+
+
+# (tokens int64 [T], context, rows int64 [M] of the hidden states that need logits, logits or None)
+Forward = Callable[[torch.Tensor, ForwardContext, torch.Tensor, "torch.Tensor | None"], StepOutputs]
+
+
+def bucket_sizes(max_tokens: int) -> list[int]:
+    """1, 2, 4, 8, then steps of an eighth of the size and at least 8; `max_tokens` is the last."""
+    sizes = [size for size in (1, 2, 4) if size < max_tokens]
+    size = 8
+    while size < max_tokens:
+        sizes.append(size)
+        size += max(8, 1 << max(0, size.bit_length() - 4))
+    return [*sizes, max_tokens]
+
+
+class CapturedSteps:
+    """Not thread-safe. Graphs of one family and size share memory with all others: one runs at a
+    time, and its outputs stay until the next step.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: AttentionBackend,
+        pool: KVPool,
+        workspace: Workspace,
+        *,
+        max_tokens: int,
+        max_logits: int,
+        vocab_size: int,
+    ) -> None:
+        """`max_logits`: rows of logits that a step may ask for. Captures nothing yet."""
+        device = pool.layer(0).device
+        self._sizes = bucket_sizes(min(MAX_TOKENS, max_tokens))
+        self._max_logits = max_logits
+        self._page_size = pool.page_size
+        logits = torch.empty(max_logits, vocab_size, dtype=torch.float32, device=device)
+        families = {"plain": backend}
+        sharing: AttentionBackend = getattr(backend, "sharing", backend)
+        self._has_families = sharing is not backend
+        if self._has_families:
+            families["mixed"] = sharing
+        self._steps = {
+            (family, size): _CapturedStep(
+                forward, pair, pool, workspace, size, logits[: min(size, max_logits)]
+            )
+            for family, pair in families.items()
+            for size in self._sizes
+        }
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles and captures all, the largest first: the others fit into its memory."""
+        memory = torch.cuda.graph_pool_handle()
+        order = sorted(self._steps, key=lambda key: -key[1])
+        for done, key in enumerate(order):
+            report(done, len(order))
+            self._steps[key].capture(memory)
+        report(len(order), len(order))
+
+    def run(self, batch: RaggedBatch, tokens: np.ndarray, rows: np.ndarray) -> StepOutputs | None:
+        """Queues the step if there is a graph for it. tokens int64 [T], rows int64 [M], host; every
+        sequence's form must be absorbed.
+        """
+        if len(tokens) > self._sizes[-1] or len(rows) > self._max_logits:
+            return None
+        size = next(size for size in self._sizes if size >= len(tokens))
+        if len(rows) > min(size, self._max_logits):
+            return None
+        return self._steps[self._family(batch), size].run(batch, tokens, rows)
+
+    def _family(self, batch: RaggedBatch) -> str:
+        if not self._has_families:
+            return "plain"
+        if int(batch.num_new.max()) > 1:
+            return "mixed"
+        shared = find_shared(batch.page_tables, batch.num_context, self._page_size)
+        return "mixed" if shared.passes else "plain"
+
+
+class _CapturedStep:
+    """A graph and the places of its inputs and outputs."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: AttentionBackend,
+        pool: KVPool,
+        workspace: Workspace,
+        num_tokens: int,
+        logits: torch.Tensor,
+    ) -> None:
+        self._static = StaticAbsorbed(backend, num_tokens, pool)
+        self._ctx = ForwardContext(
+            positions=self._static.positions,
+            slots=self._static.slots,
+            plan=self._static.plan,
+            pool=pool,
+            workspace=workspace,
+            backend=backend,
+        )
+        self._forward = forward
+        self._num_tokens = num_tokens
+        self._inputs = torch.zeros(
+            num_tokens + len(logits), dtype=torch.int64, device=logits.device
+        )
+        self._logits = logits
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: StepOutputs | None = None
+
+    def capture(self, memory: Any) -> None:
+        self._static.refill(None)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compiles, and makes what is made once
+            self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        self._static.begin()
+        with torch.cuda.graph(graph, pool=memory):
+            self._outputs = self._call()
+        self._graph = graph
+
+    def run(self, batch: RaggedBatch, tokens: np.ndarray, rows: np.ndarray) -> StepOutputs:
+        """Queues the step; without a graph (on CPU) it runs here and now."""
+        self._static.refill(batch)
+        pinned = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        inputs = pinned.numpy()
+        inputs[: len(tokens)] = tokens
+        inputs[self._num_tokens : self._num_tokens + len(rows)] = rows
+        self._inputs.copy_(pinned, non_blocking=True)
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        assert self._outputs is not None
+        outputs = self._outputs
+        return StepOutputs(
+            outputs.logits[: len(rows)],
+            outputs.tokens_finite[: len(tokens)],
+            outputs.logits_finite[: len(rows)],
+        )
+
+    def _run(self) -> None:
+        self._static.begin()
+        self._outputs = self._call()
+
+    def _call(self) -> StepOutputs:
+        tokens, rows = self._inputs[: self._num_tokens], self._inputs[self._num_tokens :]
+        return self._forward(tokens, self._ctx, rows, self._logits)
