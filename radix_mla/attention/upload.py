@@ -1,4 +1,4 @@
-"""Host arrays to the device without waiting for it.
+"""Host arrays to the device, and answers back, without waiting for more than there is to wait for.
 
 A copy from pageable memory blocks the host until it has been staged; one from pinned memory is
 queued like a kernel. torch's pinned allocator keeps a block until the copies queued from it are
@@ -34,3 +34,24 @@ def pack_int32(arrays: Sequence[np.ndarray], device: torch.device | str) -> list
         packed[start : start + len(array)] = array
     tensor = to_device(packed, device)
     return [tensor[start : start + len(a)] for start, a in zip(starts, arrays, strict=True)]
+
+
+class Readback:
+    """A copy of a tensor as it is at this point of the stream; work queued later is not waited for.
+
+    Without a GPU it is the tensor itself.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The copy, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

@@ -81,6 +81,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
             str(folder), eos_ids=defaults.eos_token_ids, vocab_size=num_sampleable
         ),
         info=describe(folder, model_config, defaults, resolved, runner, num_sampleable),
+        overlap=resolved.device.startswith("cuda"),
     )
 
 

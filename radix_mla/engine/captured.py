@@ -100,9 +100,11 @@ class CapturedSteps:
             self._steps[key].capture(memory)
         report(len(order), len(order))
 
-    def run(self, batch: RaggedBatch, tokens: np.ndarray, rows: np.ndarray) -> StepOutputs | None:
-        """Queues the step if there is a graph for it. tokens int64 [T], rows int64 [M], host; every
-        sequence's form must be absorbed.
+    def run(
+        self, batch: RaggedBatch, tokens: np.ndarray | torch.Tensor, rows: np.ndarray
+    ) -> StepOutputs | None:
+        """Queues the step if there is a graph for it. tokens int64 [T], host or device, rows int64
+        [M], host; every sequence's form must be absorbed.
         """
         if len(tokens) > self._sizes[-1] or len(rows) > self._max_logits:
             return None
@@ -163,14 +165,19 @@ class _CapturedStep:
             self._outputs = self._call()
         self._graph = graph
 
-    def run(self, batch: RaggedBatch, tokens: np.ndarray, rows: np.ndarray) -> StepOutputs:
+    def run(
+        self, batch: RaggedBatch, tokens: np.ndarray | torch.Tensor, rows: np.ndarray
+    ) -> StepOutputs:
         """Queues the step; without a graph (on CPU) it runs here and now."""
         self._static.refill(batch)
         pinned = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
         inputs = pinned.numpy()
-        inputs[: len(tokens)] = tokens
+        if not isinstance(tokens, torch.Tensor):
+            inputs[: len(tokens)] = tokens
         inputs[self._num_tokens : self._num_tokens + len(rows)] = rows
         self._inputs.copy_(pinned, non_blocking=True)
+        if isinstance(tokens, torch.Tensor):
+            self._inputs[: len(tokens)].copy_(tokens)
         if self._graph is None:
             self._run()
         else:

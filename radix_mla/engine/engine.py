@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from radix_mla.engine.outputs import EngineStats
 from radix_mla.engine.step import StepPlan, StepResult
@@ -35,15 +35,37 @@ _COMPILE_POLL_S = 0.002  # how long a step waits that has nothing else to do tha
 
 
 class Runner(Protocol):
-    """Runs one step's forward pass."""
+    """Runs one step's forward pass. `drawn`: the tokens of a plan with `drawn_rows`."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult: ...
+
+
+class Queued(Protocol):
+    """A step's tokens, drawn on the device: `tokens` there, `wait` for them here."""
+
+    tokens: torch.Tensor
+
+    def wait(self) -> list[Sampled]: ...
 
 
 class TokenSampler(Protocol):
     """Makes tokens of a step's logits; a failure of one sequence is its Sampled.error."""
 
     def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]: ...
+
+    def can_queue(self, work: Items[Work]) -> bool:
+        """Whether `queue` takes these."""
+
+    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> Queued:
+        """`sample` without waiting; `ahead`: the sequences do not have their last token yet."""
+
+
+class _InFlight(NamedTuple):
+    """A step that was queued; its tokens are `sampled`, or are still being drawn."""
+
+    scheduled: Scheduled
+    result: StepResult
+    sampled: list[Sampled] | Queued
 
 
 class Engine:
@@ -59,9 +81,15 @@ class Engine:
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
         info: dict[str, Any] | None = None,
+        overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`overlap`: the runner only queues steps, in order; then plain decode steps are queued
+        before the one in front of them is waited for.
+        """
         self.info = info or {}
+        self._overlap = overlap
+        self._ahead: _InFlight | None = None
         self.cache = cache
         self.scheduler = scheduler
         self._runner = runner
@@ -109,7 +137,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._ahead is not None
 
     @property
     def num_steps(self) -> int:
@@ -126,12 +154,18 @@ class Engine:
         begin = self._clock()
         if self._compiling:
             self._take_compiled()
-        scheduled = self.scheduler.schedule(begin)
-        if scheduled.work:
-            result = self._run(scheduled)
-            self._count(scheduled, result, self._clock() - begin)
-        elif self._compiling:
-            wait(self._compiling.values(), _COMPILE_POLL_S, FIRST_COMPLETED)
+        current, self._ahead = self._ahead, None
+        if current is None:
+            scheduled = self.scheduler.schedule(begin)
+            if not scheduled.work:
+                if self._compiling:
+                    wait(self._compiling.values(), _COMPILE_POLL_S, FIRST_COMPLETED)
+                return self.scheduler.take_events()
+            current = self._queue(scheduled)
+        if current is not None:
+            self._ahead = self._queue_next(current)
+            is_done = self._finish(current)
+            self._count(current.scheduled, current.result if is_done else None, begin)
         return self.scheduler.take_events()
 
     def take_events(self) -> Events:
@@ -155,33 +189,68 @@ class Engine:
             else:
                 self.scheduler.reject(request_id, error)
 
-    def _run(self, scheduled: Scheduled) -> StepResult | None:
-        """Runs, samples and books a step; a forward that raises fails its sequences only."""
-        try:
-            result = self._runner.execute(scheduled.plan)
-            sampled = self._sampler.sample(result.logits, scheduled.work)
-        except Exception as error:
-            self.scheduler.fail_step(scheduled, error)
-            self._failed_steps += 1
-            if self._failed_steps >= _MAX_FAILED_STEPS or _is_device_error(error):
-                raise EngineError(
-                    f"{self._failed_steps} steps in a row failed, the last one with "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            return None
-        self.scheduler.postprocess(scheduled, result.rows_finite, sampled)
-        self._failed_steps = 0
-        return result
+    def _queue(self, scheduled: Scheduled, before: _InFlight | None = None) -> _InFlight | None:
+        """Runs a step as far as it goes without waiting for the device; None: it failed.
 
-    def _count(self, scheduled: Scheduled, result: StepResult | None, step_s: float) -> None:
-        stats = self._stats
+        `before`: the step in front of it, for one that was planned ahead.
+        """
+        sampler = self._sampler
+        try:
+            if before is None:
+                result = self._runner.execute(scheduled.plan)
+            else:
+                assert not isinstance(before.sampled, list), "nothing to go ahead of"
+                result = self._runner.execute(scheduled.plan, before.sampled.tokens)
+            if self._overlap and sampler.can_queue(scheduled.work):
+                is_ahead = before is not None
+                sampled = sampler.queue(result.logits, scheduled.work, ahead=is_ahead)
+                return _InFlight(scheduled, result, sampled)
+            return _InFlight(scheduled, result, sampler.sample(result.logits, scheduled.work))
+        except Exception as error:
+            self._fail(scheduled, error)
+            return None
+
+    def _queue_next(self, current: _InFlight) -> _InFlight | None:
+        """The step after `current`, if it can be queued before `current` is waited for."""
+        if isinstance(current.sampled, list) or self._compiling:
+            return None
+        scheduled = self.scheduler.schedule_ahead(current.scheduled)
+        if scheduled is None or not self._sampler.can_queue(scheduled.work):
+            return None
+        return self._queue(scheduled, current)
+
+    def _finish(self, step: _InFlight) -> bool:
+        """Waits for a step and books it; whether it ran."""
+        try:
+            sampled = step.sampled if isinstance(step.sampled, list) else step.sampled.wait()
+            rows_finite = step.result.rows_finite
+        except Exception as error:
+            self._fail(step.scheduled, error)
+            return False
+        self.scheduler.postprocess(step.scheduled, rows_finite, sampled)
+        self._failed_steps = 0
+        return True
+
+    def _fail(self, scheduled: Scheduled, error: Exception) -> None:
+        """A step that raises fails its sequences only. Raises EngineError if that is no help."""
+        self.scheduler.fail_step(scheduled, error)
+        self._failed_steps += 1
+        if self._failed_steps >= _MAX_FAILED_STEPS or _is_device_error(error):
+            raise EngineError(
+                f"{self._failed_steps} steps in a row failed, the last one with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _count(self, scheduled: Scheduled, result: StepResult | None, begin_s: float) -> None:
+        stats, step_s = self._stats, self._clock() - begin_s
         stats.num_steps += 1
         stats.step_s += step_s
         stats.last_step_s = step_s
         if not all(work.is_decode for work in scheduled.work):
             stats.last_prefill_step_s = step_s
         if result is not None:
-            stats.step_host_s += step_s - result.forward_s
+            # With overlap the device works on this step while the host does something else.
+            stats.step_host_s += max(0.0, step_s - result.forward_s)
             stats.prefill_context_chunks += result.num_context_chunks
             self._paths.update(result.paths)
 

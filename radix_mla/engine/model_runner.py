@@ -20,7 +20,7 @@ from radix_mla.attention.metadata import RaggedBatch
 from radix_mla.attention.mla import mla_dims
 from radix_mla.attention.plan import plan_attention
 from radix_mla.attention.select import choose_backends, make_backend, setting_of
-from radix_mla.attention.upload import to_device
+from radix_mla.attention.upload import Readback, to_device
 from radix_mla.attention.workspace import Workspace
 from radix_mla.cache.kv_layout import KVLayout
 from radix_mla.cache.kv_pool import KVPool
@@ -85,15 +85,18 @@ class ModelRunner:
         return self.workspace.num_bytes
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs the step; on a GPU it is queued, and reading the result's parts waits for them."""
+    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult:
+        """Runs the step; on a GPU it is queued, and reading the result's parts waits for them.
+
+        drawn: int64, on the device, what the step before draws; for a plan with `drawn_rows`.
+        """
         clock = self._clock()
         self.pool.copy(plan.copies)
         batch = RaggedBatch.of(plan.chunks, self.pool.page_size)
-        tokens = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
+        tokens = self._tokens(plan, drawn)
         asked = np.array([chunk.num_logits for chunk in plan.chunks], dtype=np.int64)
         rows = _logit_rows(batch.cu_q, asked)
-        outputs, paths, num_context_chunks = None, {"absorbed": len(tokens)}, 0
+        outputs, paths, num_context_chunks = None, {"absorbed": plan.num_tokens}, 0
         if self._captured is not None and self._forms.all_absorbed(batch):
             outputs = self._captured.run(batch, tokens, rows)
         if outputs is None:
@@ -108,8 +111,22 @@ class ModelRunner:
             forward_s=clock.stop(),
         )
 
+    def _tokens(self, plan: StepPlan, drawn: torch.Tensor | None) -> np.ndarray | torch.Tensor:
+        """int64 [T], on the host, or on the device where they were drawn."""
+        if plan.drawn_rows is None:
+            return np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
+        assert drawn is not None, "a step planned ahead needs the tokens that were drawn"
+        rows = plan.drawn_rows
+        if len(rows) == len(drawn):  # then they are 0, 1, 2, ...
+            return drawn
+        return drawn.index_select(0, to_device(rows, drawn.device))
+
     def _run_eager(
-        self, batch: RaggedBatch, attention: AttentionPlan, tokens: np.ndarray, rows: np.ndarray
+        self,
+        batch: RaggedBatch,
+        attention: AttentionPlan,
+        tokens: np.ndarray | torch.Tensor,
+        rows: np.ndarray,
     ) -> StepOutputs:
         absorbed = attention.absorbed.work if attention.absorbed else None
         self.backend.plan(attention.mha, absorbed)
@@ -124,7 +141,8 @@ class ModelRunner:
         )
         every = len(rows) == len(tokens)  # then they are in order
         of = None if every else to_device(rows, self._device)
-        return self._forward(to_device(tokens, self._device), ctx, of, None)
+        ids = tokens if isinstance(tokens, torch.Tensor) else to_device(tokens, self._device)
+        return self._forward(ids, ctx, of, None)
 
     def _forward(
         self,
@@ -216,8 +234,12 @@ def _chunks_finite(
     the device still works on it.
     """
 
+    # A captured step's outputs are overwritten by the next one: what they are now is what counts.
+    flags = Readback(torch.cat((outputs.tokens_finite, outputs.logits_finite)))
+
     def read() -> np.ndarray:
-        tokens, logits = outputs.tokens_finite.cpu().numpy(), outputs.logits_finite.cpu().numpy()
+        known = flags.wait().numpy()
+        tokens, logits = known[: cu_q[-1]], known[cu_q[-1] :]
         finite = np.logical_and.reduceat(tokens, cu_q[:-1])
         owner = np.repeat(np.arange(len(asked)), asked)
         finite[owner[~logits]] = False

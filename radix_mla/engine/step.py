@@ -37,11 +37,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. `copies` run first, in order; then all chunks in one ragged batch."""
+    """One forward pass. `copies` run first, in order; then all chunks in one ragged batch.
+
+    `drawn_rows` int64 [T]: the step was planned ahead: its tokens, one a chunk, are these rows of
+    what the step before it draws, and those in the chunks mean nothing. None: they are in the
+    chunks.
+    """
 
     step_id: int
     chunks: list[Chunk]
     copies: list[PageCopy]
+    drawn_rows: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from radix_mla.errors import InvalidRequest
+from radix_mla.errors import EngineError, InvalidRequest
 from radix_mla.request import Grammar
 from radix_mla.sampling.grammar_process import WorkerProcess
 from radix_mla.sampling.grammar_worker import Setup
@@ -106,6 +106,7 @@ class GrammarCompiler:
         self._worker: WorkerProcess | None = None
         self._vocabulary: _Vocabulary | None = None
         self._is_started = False
+        self._is_closed = False
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
     @staticmethod
@@ -144,6 +145,7 @@ class GrammarCompiler:
         """Ends the worker; what is being compiled fails. Idempotent."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._is_closed = True  # or a compile that is about to begin would start another worker
             worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -162,6 +164,8 @@ class GrammarCompiler:
     def _ready(self) -> tuple[WorkerProcess, _Vocabulary]:
         """A worker that lives, and the vocabulary, which is the same for each of them."""
         with self._lock:
+            if self._is_closed:
+                raise EngineError("the grammar compiler is closed")
             if self._worker is None or self._worker.is_dead:
                 self._worker = WorkerProcess(self._setup)
             worker = self._worker

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from radix_mla.attention.upload import Readback
 from radix_mla.sampling.penalties import changes_logits
 
 if TYPE_CHECKING:
@@ -36,10 +37,17 @@ def can_draw(item: Work) -> bool:
 
 
 class DeviceDraw:
-    """Queued when made; `tokens` waits for it."""
+    """Queued when made; `tokens` waits for it.
 
-    def __init__(self, logits: torch.Tensor, items: Items[Work]) -> None:
-        """logits fp32 [T, num_sampleable]; every item `can_draw`."""
+    on_device: int64 [len(items)], ids whatever the logits are.
+    """
+
+    on_device: torch.Tensor
+
+    def __init__(self, logits: torch.Tensor, items: Items[Work], *, ahead: bool = False) -> None:
+        """logits fp32 [T, num_sampleable]; every item `can_draw`. `ahead`: the sequences do not
+        have their last token yet.
+        """
         from kernels.triton.sample import greedy, sample
 
         rows = [item.first_row + item.num_logits - 1 for item in items]
@@ -59,13 +67,16 @@ class DeviceDraw:
                 min_p=_send(np.array([p.min_p for p in params], np.float32), logits),
                 seeds=_send(seeds.view(np.int64), logits),
                 choices=_send(np.array([s.index for s in sequences], np.int64), logits),
-                positions=_send(np.array([s.num_tokens for s in sequences], np.int64), logits),
+                positions=_send(
+                    np.array([s.num_tokens + ahead for s in sequences], np.int64), logits
+                ),
             )
-        self._tokens = torch.where(finite, tokens, _NO_TOKEN)
+        self.on_device = tokens
+        self._answer = Readback(torch.where(finite, tokens, _NO_TOKEN))
 
     def tokens(self) -> list[int | None]:
         """Of each item; None where its greatest logit is not finite."""
-        return [None if token == _NO_TOKEN else token for token in self._tokens.tolist()]
+        return [None if token == _NO_TOKEN else token for token in self._answer.wait().tolist()]
 
 
 def _send(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

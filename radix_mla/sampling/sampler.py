@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 _NONFINITE = Sampled(error="the model's logits are not finite", nonfinite=True)
 
 
+class QueuedSample:
+    """Tokens that the device draws. tokens: int64 [N], there; `wait` brings them here."""
+
+    def __init__(self, draw: DeviceDraw) -> None:
+        self._draw = draw
+        self.tokens = draw.on_device
+
+    def wait(self) -> list[Sampled]:
+        return [_of_token(token) for token in self._draw.tokens()]
+
+
 class Sampler:
     """num_sampleable: ids [0, num_sampleable) can be drawn; the rest pads the model's vocabulary.
 
@@ -46,6 +57,16 @@ class Sampler:
         if logits.is_cuda:
             return self._sample_on_device(logits, work)
         return self._sample_on_host(logits.numpy(), work)
+
+    def can_queue(self, work: Items[Work]) -> bool:
+        """Whether `queue` takes them: every token follows from the logits and the parameters."""
+        return all(can_draw(item) for item in work)
+
+    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> QueuedSample:
+        """`sample` without waiting for the device. `ahead`: the sequences of `work` do not have
+        their last token yet.
+        """
+        return QueuedSample(DeviceDraw(logits[:, : self._num_sampleable], work, ahead=ahead))
 
     def _sample_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
         """Rows that the host must see go there; of the others one number each."""

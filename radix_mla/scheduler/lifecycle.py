@@ -171,12 +171,13 @@ class Lifecycle:
         else:
             self.end(seq, reason, output=output)
 
-    def commit(self, seq: Sequence) -> None:
-        """Puts the computed rows into the tree."""
+    def commit(self, seq: Sequence, num_rows: int | None = None) -> None:
+        """Puts the computed rows, or the first `num_rows` of them, into the tree."""
         lease = seq.lease
         assert lease is not None
-        if seq.num_computed > lease.num_committed:
-            self._cache.commit(lease, seq.tokens[: seq.num_computed])
+        stop = seq.num_computed if num_rows is None else num_rows
+        if stop > lease.num_committed:
+            self._cache.commit(lease, seq.tokens[:stop])
 
     # -- pause and end
 

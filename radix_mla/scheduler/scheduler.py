@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from radix_mla.errors import ContextOverflow, InvalidRequest, NoSpace
 from radix_mla.request import FinishReason, Request
 from radix_mla.scheduler.admission import Admission
+from radix_mla.scheduler.ahead import plan_ahead
 from radix_mla.scheduler.batch import Batch, Sampled, Scheduled, Work
 from radix_mla.scheduler.budget import GrowthReserve, Limits
 from radix_mla.scheduler.lifecycle import Counters, Events, Lifecycle
@@ -139,6 +140,22 @@ class Scheduler:
         self._reserve.after_step(retracted=batch.retracted)
         return batch.build(self.limits.page_size)
 
+    def schedule_ahead(self, running: Scheduled) -> Scheduled | None:
+        """Plans the step after `running`, whose tokens are not there yet, or says that it cannot.
+
+        To be called before `running` is booked, and run after it; see `ahead.py`.
+        """
+        is_full = len(self.running) >= self.limits.max_num_seqs
+        if self._life.num_waiting and not is_full:
+            return None  # one of them may be admitted instead
+        if len(running.work) < len(self.running):
+            return None  # one of them waits for the budget
+        ahead = plan_ahead(running, self._step_id + 1, self._cache, self.limits.page_size)
+        if ahead is not None:
+            self._step_id += 1
+            self._reserve.after_step(retracted=False)
+        return ahead
+
     def _plan_running(self, batch: Batch) -> None:
         decodes = [seq for seq in self.running if not seq.is_prefilling]
         prefills = [seq for seq in self.running if seq.is_prefilling]
@@ -225,9 +242,12 @@ class Scheduler:
 
     def _commit_if_due(self, seq: Sequence, was_prefill: bool) -> None:
         assert seq.lease is not None
-        num_uncommitted = seq.num_computed - seq.lease.num_committed
-        if was_prefill or num_uncommitted >= self.limits.commit_every:
+        if was_prefill:
             self._life.commit(seq)
+        elif seq.num_computed - seq.lease.num_committed >= self.limits.commit_every:
+            # Whole pages: a step that was planned ahead may be writing its row into the last one.
+            size = self.limits.page_size
+            self._life.commit(seq, seq.num_computed // size * size)
 
     def fail_step(self, scheduled: Scheduled, error: BaseException) -> None:
         """Ends all of a step's sequences: its forward raised, so none of its rows is there."""

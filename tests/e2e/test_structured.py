@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo"
 HOSTILE: dict[str, list[Any]] = {
     "guided_json": [
         {"type": "string", "pattern": r"^([^a]|[b-z]c){0,5000}$"},
-        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8000)}},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}},
         {"patternProperties": {f"^[a-z]{{1,{i}}}$": {"type": "string"} for i in range(2, 300)}},
     ],
     "guided_regex": ["((([^a]|[b-z]c){0,60}x?){0,60}y?){0,600}", "(.{0,2000}x){1,2000}"],
@@ -101,11 +101,11 @@ class Ticker(threading.Thread):
     def __init__(self, server: ServerProcess) -> None:
         super().__init__()
         self._server = server
-        self._stop = threading.Event()
+        self._ended = threading.Event()
         self.times: list[float] = []
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._ended.is_set():
             body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
             request = urllib.request.Request(
                 f"{self._server.url}/v1/completions",
@@ -116,7 +116,7 @@ class Ticker(threading.Thread):
                 for line in reply:
                     if line.startswith(b"data: {"):
                         self.times.append(time.monotonic())
-                    if self._stop.is_set():
+                    if self._ended.is_set():
                         return
 
     def __enter__(self) -> Ticker:
@@ -125,7 +125,7 @@ class Ticker(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 

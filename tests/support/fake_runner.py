@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from radix_mla.cache.prefix_cache import PrefixCache
 from radix_mla.engine.engine import Engine
 from radix_mla.engine.step import StepPlan, StepResult
 from radix_mla.sampling.sampler import Sampler
+from radix_mla.scheduler.batch import Sampled, Work
 from radix_mla.scheduler.budget import Limits
 from radix_mla.scheduler.policy import load_policy
 from radix_mla.scheduler.scheduler import Scheduler
@@ -26,8 +29,13 @@ class FakeRunner:
         self.fault: Callable[[StepPlan, StepResult], None] | None = None
         self.num_steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult:
         self.num_steps += 1
+        if plan.drawn_rows is not None:
+            assert drawn is not None
+            tokens = drawn.numpy()[plan.drawn_rows].astype(np.int32)
+            chunks = [replace(c, tokens=tokens[i : i + 1]) for i, c in enumerate(plan.chunks)]
+            plan = replace(plan, chunks=chunks)
         tokens = self.model.run(plan)
         logits = torch.zeros(sum(chunk.num_logits for chunk in plan.chunks), VOCAB)
         row = 0
@@ -42,12 +50,35 @@ class FakeRunner:
         return result
 
 
+class QueueSampler(Sampler):
+    """Greedy, as on a device: the tokens are there at once, and come here when they are asked for.
+
+    Counts the steps that were queued before the one in front of them was read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.num_ahead = 0
+
+    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> QueueSampler.Tokens:  # type: ignore[override]
+        self.num_ahead += ahead
+        return QueueSampler.Tokens(logits.argmax(dim=-1))
+
+    class Tokens:
+        def __init__(self, tokens: torch.Tensor) -> None:
+            self.tokens = tokens
+
+        def wait(self) -> list[Sampled]:
+            return [Sampled(token) for token in self.tokens.tolist()]
+
+
 def make_fake_engine(
     *,
     num_pages: int = 64,
     page_size: int = 4,
     sampler: Sampler | None = None,
     clock: Callable[[], float] | None = None,
+    overlap: bool = False,
     **limits,
 ) -> tuple[Engine, FakeRunner]:
     cache = PrefixCache(num_pages, page_size, seed=1)
@@ -70,6 +101,7 @@ def make_fake_engine(
         scheduler=scheduler,
         sampler=sampler or Sampler(VOCAB),
         vocab_size=VOCAB,
+        overlap=overlap,
         **options,
     )
     return engine, runner

@@ -151,7 +151,7 @@ def main() -> None:
 def write_profile(bench: Bench, path: Path) -> None:
     """Kernels of decode steps at batch 1 and 64, and of a warm first token."""
     parts = []
-    prompts = {batch: [bench.tokens(1024) for _ in range(batch)] for batch in (1, 64)}
+    prompts = {batch: [bench.tokens(1024) for _ in range(batch)] for batch in (1, 16, 256)}
     for batch, asked in prompts.items():
         bench.run(asked, 4)
         with torch.profiler.profile() as profile:

@@ -1,0 +1,105 @@
+"""Steps queued before the one in front of them is read: the same tokens, nothing lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.fake_model import Oracle
+from support.fake_runner import QueueSampler, make_fake_engine
+from support.scheduler_sim import VOCAB, make_request
+
+from radix_mla.engine.step import StepPlan, StepResult
+from radix_mla.request import FinishReason
+
+STOP = 11
+
+
+def drive(seed: int, page_size: int) -> int:
+    """Random requests and aborts against the oracle; how many steps went ahead."""
+    rng = random.Random(seed)
+    sampler = QueueSampler()
+    engine, _ = make_fake_engine(
+        num_pages=rng.choice([60, 200]) * 4 // page_size,
+        page_size=page_size,
+        sampler=sampler,
+        overlap=True,
+        max_num_seqs=rng.choice([1, 3, 8]),
+        commit_every=rng.choice([1, 5, 256]),
+    )
+    oracle, head = Oracle(VOCAB), [rng.randrange(VOCAB) for _ in range(30)]
+    want: dict[str, list[int]] = {}
+    have: dict[str, list[int]] = {}
+    ends: dict[str, str] = {}
+    pending = rng.randrange(4, 12)
+    while pending or engine.has_work:
+        if pending and rng.random() < 0.15:
+            pending -= 1
+            name = f"r{pending}"
+            prompt = head[: rng.randrange(1, 30)] + [rng.randrange(VOCAB) for _ in range(3)]
+            num = rng.randrange(1, 25)
+            stops = (STOP,) if rng.random() < 0.5 else ()
+            params = {"stop_token_ids": stops, "temperature": 0.0}
+            if rng.random() < 0.1:
+                params["logprobs"] = 1  # never queued
+            engine.add_request(make_request(name, prompt, num, **params))
+            want[name] = oracle.generate(prompt, num, frozenset(stops))
+            have[name] = []
+        if have and rng.random() < 0.03:
+            engine.abort(rng.choice(list(have)))
+        events = engine.step() if engine.has_work else engine.take_events()
+        engine.cache.audit()
+        for output in events.sequences:
+            have[output.request_id] += output.token_ids
+            if output.finish_reason:
+                assert output.request_id not in ends, "ended twice"
+                ends[output.request_id] = output.finish_reason
+    assert ends.keys() == want.keys()
+    for name, tokens in want.items():
+        if ends[name] == FinishReason.ABORT:
+            assert have[name] == tokens[: len(have[name])]
+        else:
+            assert have[name] == tokens, name
+    counts = engine.cache.counts()
+    assert counts.private == counts.protected == 0
+    return sampler.num_ahead
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_requests(page_size: int) -> None:
+    assert sum(drive(seed, page_size) for seed in range(25)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+def test_many_random_requests(page_size: int) -> None:
+    assert sum(drive(seed, page_size) for seed in range(100, 900)) > 4000
+
+
+def test_a_failing_step_fails_its_sequences_once() -> None:
+    engine, runner = make_fake_engine(sampler=QueueSampler(), overlap=True)
+    engine.add_request(make_request("a", [1, 2, 3], 20, temperature=0.0))
+
+    def fault(plan: StepPlan, result: StepResult) -> None:
+        if runner.num_steps == 5:
+            raise RuntimeError("broken")
+
+    runner.fault = fault
+    ends = []
+    while engine.has_work:
+        ends += [o for o in engine.step().sequences if o.finish_reason]
+        engine.cache.audit()
+    assert [(o.finish_reason, "broken" in (o.error or "")) for o in ends] == [("error", True)]
+    engine.add_request(make_request("b", [1, 2, 3], 4, temperature=0.0))
+    while engine.has_work:
+        ends += [o for o in engine.step().sequences if o.finish_reason]
+    assert ends[-1].finish_reason == FinishReason.LENGTH
+
+
+def test_what_the_host_must_see_is_never_queued() -> None:
+    sampler = QueueSampler()
+    engine, _ = make_fake_engine(sampler=sampler, overlap=True)
+    engine.add_request(make_request("a", [1, 2, 3], 9, temperature=0.0, logprobs=1))
+    while engine.has_work:
+        engine.step()
+    assert sampler.num_ahead == 0
