@@ -127,7 +127,7 @@ def fp8_linear(
     assert scale.shape == (triton.cdiv(features, GROUP), width // GROUP), scale.shape
     if num_rows == 0:
         return torch.empty(0, features, dtype=x.dtype, device=x.device)
-    if shape is None and num_rows > _FEW_ROWS and _cublas_has_block_scales(x.device):
+    if shape is None and num_rows > _FEW_ROWS and _fits_cublas(width, x.device):
         return _cublas(x, weight, scale)
     block_m, splits, tile = shape or linear_shape(num_rows, features, width)
     assert GROUP % tile.block_f == 0, tile
@@ -164,6 +164,11 @@ def _cublas(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch
         q, weight.t(), scale_a=scales, scale_b=scale.t(), out_dtype=torch.bfloat16
     )
     return out[:num_rows].to(x.dtype)
+
+
+def _fits_cublas(width: int, device: torch.device) -> bool:
+    """cuBLASLt reads the weight's scales in fours along K, whatever their stride says."""
+    return width % (4 * GROUP) == 0 and _cublas_has_block_scales(device)
 
 
 @functools.cache

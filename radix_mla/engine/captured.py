@@ -4,8 +4,8 @@
     host    refill(batch) ─ tokens, rows of logits ─ replay
     device  [T tokens | N - T padding] ─► layers ─► logits, checks          shapes depend on N alone
 
-Two families where the decode kernel takes one query a sequence and reads every sequence's rows for
-itself: `plain` steps, and `mixed` ones, in which sequences have several queries or share a prefix.
+Three families, because a kernel that is best for one is not for the others: `plain` decode; `mixed`
+steps, in which sequences have several queries; `shared` ones, in which they share long prefixes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ class StepOutputs(NamedTuple):
 Forward = Callable[[torch.Tensor, ForwardContext, torch.Tensor, "torch.Tensor | None"], StepOutputs]
 
 
-def bucket_sizes(max_tokens: int) -> list[int]:
-    """1, 2, 4, 8, then steps of an eighth of the size and at least 8; `max_tokens` is the last."""
+def bucket_sizes(max_tokens: int, *, fine: bool = True) -> list[int]:
+    """1, 2, 4, 8, then steps of an eighth of the size and at least 8; `max_tokens` is the last.
+
+    Not `fine`: steps of a half, for steps that are rarer.
+    """
+    share = 4 if fine else 2  # the step is size >> share of its highest bit
     sizes = [size for size in (1, 2, 4) if size < max_tokens]
     size = 8
     while size < max_tokens:
         sizes.append(size)
-        size += max(8, 1 << max(0, size.bit_length() - 4))
+        size += max(8, 1 << max(0, size.bit_length() - share))
     return [*sizes, max_tokens]
 
 
@@ -71,21 +75,26 @@ class CapturedSteps:
     ) -> None:
         """`max_logits`: rows of logits that a step may ask for. Captures nothing yet."""
         device = pool.layer(0).device
-        self._sizes = bucket_sizes(min(MAX_TOKENS, max_tokens))
+        most = min(MAX_TOKENS, max_tokens)
         self._max_logits = max_logits
         self._page_size = pool.page_size
         logits = torch.empty(max_logits, vocab_size, dtype=torch.float32, device=device)
-        families = {"plain": backend}
         sharing: AttentionBackend = getattr(backend, "sharing", backend)
-        self._has_families = sharing is not backend
-        if self._has_families:
-            families["mixed"] = sharing
+        families = {"plain": (backend, False), "mixed": (backend, True), "shared": (sharing, True)}
+        if sharing is backend:  # its kernel for mixed steps reads shared prefixes once
+            del families["shared"]
+        self._sizes = {name: bucket_sizes(most, fine=name == "plain") for name in families}
         self._steps = {
             (family, size): _CapturedStep(
-                forward, pair, pool, workspace, size, logits[: min(size, max_logits)]
+                forward,
+                StaticAbsorbed(pair, size, pool, mixed=mixed),
+                pair,
+                pool,
+                workspace,
+                logits[: min(size, max_logits)],
             )
-            for family, pair in families.items()
-            for size in self._sizes
+            for family, (pair, mixed) in families.items()
+            for size in self._sizes[family]
         }
 
     def __len__(self) -> int:
@@ -106,20 +115,21 @@ class CapturedSteps:
         """Queues the step if there is a graph for it. tokens int64 [T], host or device, rows int64
         [M], host; every sequence's form must be absorbed.
         """
-        if len(tokens) > self._sizes[-1] or len(rows) > self._max_logits:
+        if len(tokens) > self._sizes["plain"][-1] or len(rows) > self._max_logits:
             return None
-        size = next(size for size in self._sizes if size >= len(tokens))
-        if len(rows) > min(size, self._max_logits):
-            return None
-        return self._steps[self._family(batch), size].run(batch, tokens, rows)
+        step = self._step(self._family(batch), len(tokens))
+        if not step.fits(batch):  # more sequences than it was made for: this family takes any
+            step = self._step("shared" if "shared" in self._sizes else "mixed", len(tokens))
+        return step.run(batch, tokens, rows)
 
     def _family(self, batch: RaggedBatch) -> str:
-        if not self._has_families:
-            return "plain"
-        if int(batch.num_new.max()) > 1:
-            return "mixed"
-        shared = find_shared(batch.page_tables, batch.num_context, self._page_size)
-        return "mixed" if shared.passes else "plain"
+        if find_shared(batch.page_tables, batch.num_context, self._page_size).passes:
+            return "shared" if "shared" in self._sizes else "mixed"
+        return "mixed" if int(batch.num_new.max()) > 1 else "plain"
+
+    def _step(self, family: str, num_tokens: int) -> _CapturedStep:
+        size = next(size for size in self._sizes[family] if size >= num_tokens)
+        return self._steps[family, size]
 
 
 class _CapturedStep:
@@ -128,13 +138,14 @@ class _CapturedStep:
     def __init__(
         self,
         forward: Forward,
+        static: StaticAbsorbed,
         backend: AttentionBackend,
         pool: KVPool,
         workspace: Workspace,
-        num_tokens: int,
         logits: torch.Tensor,
     ) -> None:
-        self._static = StaticAbsorbed(backend, num_tokens, pool)
+        self._static = static
+        num_tokens = static.num_tokens
         self._ctx = ForwardContext(
             positions=self._static.positions,
             slots=self._static.slots,
@@ -151,6 +162,9 @@ class _CapturedStep:
         self._logits = logits
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: StepOutputs | None = None
+
+    def fits(self, batch: RaggedBatch) -> bool:
+        return self._static.fits(batch)
 
     def capture(self, memory: Any) -> None:
         self._static.refill(None)
