@@ -23,6 +23,9 @@ KVDType = Literal["fp32", "bf16"]
 AttentionForm = Literal["auto", "absorbed", "non_absorbed", "one_shot"]
 
 _KV_BYTES = {"fp32": 4, "bf16": 2}
+# Of one step. Cached context is decompressed again in every chunk of a prompt, so a GPU takes long
+# ones; on a CPU a long step keeps running streams waiting.
+_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 _CPU_KV_SHARE = 0.25  # of free memory; rows are touched only when they are used
 _CPU_KV_MAX_BYTES = 4 << 30
 
@@ -55,7 +58,7 @@ class EngineConfig:
     page_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     kv_cache_tokens: int | None = None
     attention_backend: str = "auto"
     attention_form: AttentionForm = "auto"
@@ -94,7 +97,7 @@ class EngineConfig:
             num_pages=num_pages,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self._resolve_step_tokens(hardware, decisions),
             attention_backend=backends.name,
             attention_form=self.attention_form,
             workspace_tokens=self.workspace_tokens,
@@ -141,6 +144,14 @@ class EngineConfig:
             dims=mla_dims(model),
         )
         return choose_backends(self.attention_backend, setting)
+
+    def _resolve_step_tokens(self, hardware: Hardware, decisions: list[str]) -> int:
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        kind = hardware.device.split(":")[0]
+        tokens = _STEP_TOKENS.get(kind, _STEP_TOKENS["cpu"])
+        decisions.append(f"max_num_batched_tokens={tokens}: default on {kind}")
+        return tokens
 
     def _resolve_dtype(self, hardware: Hardware, decisions: list[str]) -> DType:
         if self.dtype != "auto":

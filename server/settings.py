@@ -154,7 +154,9 @@ class Settings(BaseModel):
         None, ge=1, description="Longest prompt + output; default: the model's."
     )
     max_num_seqs: int = Field(256, ge=1, description="Sequences that run at once.")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Token budget of one step.")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Token budget of one step; default: 2048 on a CPU, 8192 on a GPU."
+    )
     schedule_policy: str = Field("fcfs", description="fcfs, lpm or module:Class.")
     max_retractions: int = Field(4, ge=0, description="Most retractions of one request.")
     load_format: Literal["auto", "dummy"] = Field(
