@@ -174,6 +174,17 @@ def test_rows_that_stay_on_a_device_are_sampled_as_on_the_host() -> None:
     assert want[3].token_id is None
 
 
+def test_a_draw_ahead_of_the_last_token_is_the_draw_after_it() -> None:
+    logits = torch.from_numpy(random_logits(rows=2))
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 17}
+    sampler = Sampler(VOCAB)
+    before = [Work(make_sequence(**params), 1, True, True, i, 1) for i in range(2)]
+    after = [Work(make_sequence(generated=[9], **params), 1, True, True, i, 1) for i in range(2)]
+    queued = sampler.queue(logits, before, ahead=True)
+    assert queued.wait() == sampler.sample(logits, after)
+    assert queued.tokens.tolist() == [sampled.token_id for sampled in queued.wait()]
+
+
 @pytest.mark.gpu
 def test_logits_may_be_on_a_gpu() -> None:
     logits = torch.from_numpy(random_logits(rows=9))
