@@ -44,7 +44,7 @@ class Readback:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
-        if tensor.is_cuda:
+        if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

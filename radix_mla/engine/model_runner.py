@@ -245,7 +245,7 @@ def _chunks_finite(
         finite[owner[~logits]] = False
         return finite
 
-    return read if outputs.tokens_finite.is_cuda else read()
+    return read if outputs.tokens_finite.device.type == "cuda" else read()
 
 
 def _is_run(slots: np.ndarray) -> bool:

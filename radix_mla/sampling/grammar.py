@@ -24,7 +24,7 @@ from radix_mla.request import Grammar
 from radix_mla.sampling.grammar_process import WorkerProcess
 from radix_mla.sampling.grammar_worker import Setup
 
-TIMEOUT_S = 0.8  # the answer is there within a second; on a busy machine it may take longer
+TIMEOUT_S = 0.6  # the answer is there within a second; on a busy machine it may take longer
 MAX_TEXT_BYTES = 256 << 10
 _CACHE_BYTES = 256 << 20
 _NUM_THREADS = 4
