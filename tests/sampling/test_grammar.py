@@ -178,9 +178,10 @@ def test_who_had_no_turn_on_the_cpu_gets_more_time(tokenizer: Tokenizer) -> None
     compiler = GrammarCompiler(str(DEMO), eos_ids=[EOS], vocab_size=tokenizer.size, timeout_s=2)
     try:
         compiler.compile(Grammar("choice", '["a"]')).result(60)  # the worker is there
-        future = compiler.compile(HOSTILE[1])
         assert compiler._worker is not None
         worker = psutil.Process(compiler._worker._process.pid)
+        wait_for(lambda: not worker.children())  # the first one's child is gone
+        future = compiler.compile(HOSTILE[1])
         wait_for(lambda: bool(worker.children()))
         (child,) = worker.children()
         child.suspend()
