@@ -80,6 +80,8 @@ class Request:
     namespace: str = ""
     priority: int = 0  # lower runs first
     store: bool = True
+    cache_ttl_s: float = 0.0  # its rows are evicted after others for so long; 0: not asked for
+    cache_priority: int = 0  # 0 to 10: rows of a greater one are evicted later
     arrival_s: float = 0.0  # time.monotonic() of the API process (one host, one clock)
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from fastapi import Request as HttpRequest
 
+from radix_mla.cache.retention import Retention
 from radix_mla.errors import EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from radix_mla.request import Request, SamplingParams
 from radix_mla.text.chat_template import ChatTemplate
@@ -83,6 +84,7 @@ class Job:
     cache_salt: str
     store: bool
     priority: int
+    retention: Retention
 
 
 class Service:
@@ -210,6 +212,8 @@ class Service:
                     namespace=namespace,
                     priority=job.priority,
                     store=job.store,
+                    cache_ttl_s=job.retention.ttl_s,
+                    cache_priority=job.retention.rank,
                     arrival_s=caller.arrival_s,
                 )
             )

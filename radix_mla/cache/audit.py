@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radix_mla.cache.eviction import EvictionQueue
 from radix_mla.cache.lease import Lease
 from radix_mla.cache.radix_node import NOT_QUEUED, RadixNode
 from radix_mla.cache.radix_tree import RadixTree, walk
+from radix_mla.cache.retention import current, merged
 from radix_mla.cache.token_run import NO_PAGES, Int32Array
 from radix_mla.errors import AuditError
 
@@ -48,6 +50,20 @@ def audit_tree(tree: RadixTree, locks: Counter[RadixNode]) -> None:
     expect(num_evictable == tree.num_evictable_pages, "evictable pages miscounted")
     expect(num_protected == tree.num_protected_pages, "protected pages miscounted")
     expect(num_queued == len(tree.queue), "queued leaves miscounted")
+    _audit_queue(tree.queue)
+
+
+def _audit_queue(queue: EvictionQueue) -> None:
+    """Each leaf is queued once, under its rank of now, which ends when it is noted to."""
+    entries, expiries = queue.valid()
+    expect(len({entry.node for entry in entries}) == len(entries) == len(queue), "entries differ")
+    ends = {expiry.node: expiry.until_s for expiry in expiries}
+    expect(len(ends) == len(expiries), "a rank that ends twice")
+    for entry in entries:
+        keep = current(entry.node.keeps, queue.now_s)
+        rank, until_s = keep or (0, None)
+        expect(entry.rank == rank, f"queued under rank {entry.rank}, has {rank}")
+        expect(ends.get(entry.node) == until_s, "the end of a rank is not noted")
 
 
 def _audit_node(node: RadixNode, num_locks: int, page_size: int) -> None:
@@ -56,6 +72,8 @@ def _audit_node(node: RadixNode, num_locks: int, page_size: int) -> None:
     num_locked = sum(child.lock_ref > 0 for child in node.children)
     expect(node.lock_ref == num_locks + num_locked, "lock count is not locks + locked children")
     expect(node.run.page_size == page_size, "page size differs")
+    expect(merged(node.keeps, (), float("-inf")) == node.keeps, "keeps out of order")
+    expect(all(keep.rank > 0 for keep in node.keeps), "a keep without a rank")
     for child in node.children:
         expect(child.parent is node and child.start == node.end, "child out of place")
         expect(child.num_tokens > 0, "empty node")

@@ -68,10 +68,12 @@ class ChildIndex:
             return self.nodes[self.keys[at]]
         return None
 
-    def longer(self, key: bytes) -> bool:
-        """Whether a child other than the one of `key` begins with `key`."""
+    def longer(self, key: bytes) -> RadixNode | None:
+        """A child other than the one of `key` that begins with `key`; one, if several."""
         at = bisect_left(self.keys, key) + 1
-        return at < len(self.keys) and self.keys[at].startswith(key)
+        if at < len(self.keys) and self.keys[at].startswith(key):
+            return self.nodes[self.keys[at]]
+        return None
 
     def beginning(self, key: bytes) -> RadixNode | None:
         """The child before `key` in order, if its whole first page is a proper prefix of `key`.

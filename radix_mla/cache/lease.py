@@ -6,6 +6,7 @@ import numpy as np
 
 from radix_mla.cache.ghost import Trace
 from radix_mla.cache.radix_node import RadixNode
+from radix_mla.cache.retention import NO_RETENTION, Retention
 from radix_mla.cache.token_run import Int32Array
 
 
@@ -30,6 +31,7 @@ class Lease:
         "num_pages",
         "num_partial",
         "released",
+        "retention",
         "source",
         "source_page",
         "table",
@@ -44,6 +46,7 @@ class Lease:
         table: Int32Array,
         num_pages: int,
         num_cached: int,
+        retention: Retention = NO_RETENTION,
     ) -> None:
         self.namespace = namespace
         self.node = node
@@ -52,6 +55,7 @@ class Lease:
         self.num_cached = num_cached
         self.num_committed = num_cached
         self.num_partial = 0
+        self.retention = retention
         self.source: RadixNode | None = None
         self.source_page = -1
         self.copy_pending = False

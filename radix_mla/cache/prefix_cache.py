@@ -23,6 +23,7 @@ from radix_mla.cache.lease import Lease
 from radix_mla.cache.namespace import is_ephemeral
 from radix_mla.cache.page_allocator import PageAllocator
 from radix_mla.cache.radix_tree import Insert, RadixTree
+from radix_mla.cache.retention import NO_RETENTION, Keeps, Retention
 from radix_mla.cache.token_run import Int32Array, TokensLike, as_tokens
 from radix_mla.errors import LeaseError, NoSpace
 
@@ -80,9 +81,18 @@ class PrefixCache:
         return self._tree.match(as_tokens(tokens), namespace).num_tokens
 
     def acquire(
-        self, tokens: TokensLike, namespace: str = "", *, limit: int | None = None
+        self,
+        tokens: TokensLike,
+        namespace: str = "",
+        *,
+        limit: int | None = None,
+        retention: Retention = NO_RETENTION,
     ) -> Lease:
-        """Locks the longest cached prefix of tokens[:limit]. Allocates nothing."""
+        """Locks the longest cached prefix of tokens[:limit]. Allocates nothing.
+
+        `retention`: how its rows are to be kept once they are unlocked, unless they are dropped
+        with their namespace anyway.
+        """
         if limit is not None:
             tokens = tokens[: max(0, limit)]
         match = self._tree.match(as_tokens(tokens), namespace)
@@ -96,6 +106,7 @@ class PrefixCache:
             table=table,
             num_pages=num_pages,
             num_cached=match.num_tokens,
+            retention=NO_RETENTION if is_ephemeral(namespace) else retention,
         )
         if match.partial is not None:
             lease.source, lease.source_page = pinned.source, match.partial.page
@@ -151,7 +162,7 @@ class PrefixCache:
             fresh = as_tokens(tokens[first_page * self.page_size :])
             stop_page = -(-num_tokens // self.page_size)
             result = self._tree.insert_after(
-                lease.node, fresh, lease.page_table[first_page:stop_page]
+                lease.node, fresh, lease.page_table[first_page:stop_page], self._keeps(lease)
             )
             freed += self._settle(lease, result, first_page)
         self._free(freed)
@@ -167,7 +178,7 @@ class PrefixCache:
         freed = [duplicates, result.dropped]
         if result.node is not lease.node:
             self._tree.lock(result.node)
-            freed.append(self._tree.unlock(lease.node))
+            freed.append(self._tree.unlock(lease.node, self._keeps(lease)))
             lease.node = result.node
         return freed
 
@@ -178,14 +189,17 @@ class PrefixCache:
         self._leases.remove(lease)
         freed = [lease.page_table[lease.num_tree_pages :]]
         freed += self._unlock_source(lease)
-        freed.append(self._tree.unlock(lease.node))
+        freed.append(self._tree.unlock(lease.node, self._keeps(lease)))
         self._free(freed)
 
     def _unlock_source(self, lease: Lease) -> list[Int32Array]:
         if lease.source is None:
             return []
         source, lease.source, lease.copy_pending = lease.source, None, False
-        return [self._tree.unlock(source)]
+        return [self._tree.unlock(source, self._keeps(lease))]
+
+    def _keeps(self, lease: Lease) -> Keeps:
+        return lease.retention.keeps(self._tree.queue.now_s)
 
     def _free(self, freed: list[Int32Array]) -> None:
         for pages in freed:
@@ -196,6 +210,10 @@ class PrefixCache:
             raise LeaseError("this lease has been released")
 
     # -- space
+
+    def set_time(self, now_s: float) -> None:
+        """What counts as now in retention, until the next call; before the first one it is 0."""
+        self._tree.queue.advance(now_s)
 
     def available_pages(self) -> int:
         """Pages that a grow can get: free and evictable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radix_mla.cache.child_index import ChildIndex
+from radix_mla.cache.retention import NO_KEEPS, Keeps, merged
 from radix_mla.cache.token_run import NO_PAGES, Int32Array, TokenRun
 
 if TYPE_CHECKING:
@@ -18,13 +19,15 @@ class RadixNode:
 
     `lock_ref` is the number of locks on this node itself plus the number of its locked children, so
     a path is locked by one count a node and a lock stops at the first ancestor that has one.
-    `next` is the child that continues this node in the same run. `last_access` and `num_hits` cover
-    accesses that ended here and those of children that are gone: exact once the node is a leaf.
+    `next` is the child that continues this node in the same run. `last_access`, `num_hits` and
+    `keeps` cover accesses that ended here and those of children that are gone: exact once the node
+    is a leaf.
     """
 
     __slots__ = (
         "children",
         "created",
+        "keeps",
         "last_access",
         "lock_ref",
         "namespace",
@@ -52,6 +55,7 @@ class RadixNode:
         self.created = created
         self.last_access = created
         self.num_hits = 0
+        self.keeps: Keeps = NO_KEEPS
         self.queued = NOT_QUEUED
         if parent is not None:
             self.namespace: Namespace = parent.namespace
@@ -92,7 +96,9 @@ class RadixNode:
         stop = min(offset + self.run.page_size, self.num_tokens)
         return self.run.tokens[self.offset + offset : self.offset + stop].tobytes()
 
-    def inherit(self, child: RadixNode) -> None:
+    def inherit(self, child: RadixNode, now_s: float) -> None:
         """Takes over the accesses of a child that is being removed."""
         self.last_access = max(self.last_access, child.last_access)
         self.num_hits += child.num_hits
+        if child.keeps:
+            self.keeps = merged(self.keeps, child.keeps, now_s)

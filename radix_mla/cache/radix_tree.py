@@ -22,6 +22,7 @@ from radix_mla.cache.eviction import EvictionPolicy, EvictionQueue
 from radix_mla.cache.match import Match, descend, longest_match
 from radix_mla.cache.namespace import Namespaces
 from radix_mla.cache.radix_node import NOT_QUEUED, RadixNode
+from radix_mla.cache.retention import NO_KEEPS, Keeps, merged
 from radix_mla.cache.token_run import NO_PAGES, Int32Array, TokenRun, common_prefix, joined
 from radix_mla.errors import LeaseError
 
@@ -88,15 +89,15 @@ class RadixTree:
         self.num_evictable_pages -= num_pages
         self.num_protected_pages += num_pages
 
-    def unlock(self, node: RadixNode) -> Int32Array:
-        """Takes one lock back; counts as an access.
+    def unlock(self, node: RadixNode, keeps: Keeps = NO_KEEPS) -> Int32Array:
+        """Takes one lock back; counts as an access, which leaves `keeps` on the path.
 
         Returns pages that nobody needs any more: of a flushed namespace, or of a partial leaf
         whose tokens a sibling holds too.
         """
         if node.lock_ref <= 0:
             raise LeaseError("unlock of a node that is not locked")
-        self._touch(node)
+        self._touch(node, keeps)
         page, num_pages = self.page_size, 0
         current: RadixNode | None = node
         while current is not None:
@@ -116,9 +117,12 @@ class RadixTree:
             return NO_PAGES
         if node.lock_ref or node.children:
             return NO_PAGES
-        if not node.namespace.detached and not self._redundant(node):
-            self.queue.push(node)
-            return NO_PAGES
+        if not node.namespace.detached:
+            longer = self._made_redundant_by(node)
+            if longer is None:
+                self.queue.push(node)
+                return NO_PAGES
+            self._keep(longer, node.keeps)
         dropped = [self._remove(node)]
         while (parent := node.parent) is not None and parent.namespace.detached:
             node = parent
@@ -157,22 +161,25 @@ class RadixTree:
         self.namespaces.close_if_empty(result.node.namespace)
         return result
 
-    def insert_after(self, node: RadixNode, tokens: Int32Array, pages: Int32Array) -> Insert:
+    def insert_after(
+        self, node: RadixNode, tokens: Int32Array, pages: Int32Array, keeps: Keeps = NO_KEEPS
+    ) -> Insert:
         """Inserts what follows a `node` on which the caller holds its one lock.
 
         `tokens` and `pages` begin at node.end, or at the border before it where node ends in a
         partial page: then node is the caller's own, and grows in place. O(new tokens).
+        `keeps`: what the caller's unlock will leave.
         """
         num_tail = node.num_tail_tokens
         if num_tail == 0:
-            return self._insert(node, tokens, pages, held=node)
+            return self._insert(node, tokens, pages, held=node, keeps=keeps)
         if node.num_tokens > num_tail:
             self._append(node, tokens[num_tail:], pages[1:])
             return Insert(num_tail, node, NO_PAGES, len(pages), NO_PAGES)
-        return self._insert_over_partial(node, tokens, pages)
+        return self._insert_over_partial(node, tokens, pages, keeps)
 
     def _insert_over_partial(
-        self, node: RadixNode, tokens: Int32Array, pages: Int32Array
+        self, node: RadixNode, tokens: Int32Array, pages: Int32Array, keeps: Keeps
     ) -> Insert:
         """As `insert_after` for an own leaf of less than a page, which may have siblings.
 
@@ -183,17 +190,24 @@ class RadixTree:
         assert parent is not None
         key = tokens[: self.page_size].tobytes()
         if len(tokens) >= self.page_size and parent.children.get(key) is not None:
-            return self._insert(parent, tokens, pages, held=None)
+            return self._insert(parent, tokens, pages, held=None, keeps=keeps)
         if parent.children.continuation(key) is not None:
             return Insert(len(tokens), node, NO_PAGES, 1, NO_PAGES)
         parent.children.remove(old_key)
-        dropped = self._supersede(parent, key)
+        dropped, kept = self._supersede(parent, key)
         parent.children.add(key, node)
         self._append(node, tokens[num_tail:], pages[1:])
+        self._keep(node, kept)
         return Insert(num_tail, node, NO_PAGES, len(pages), dropped)
 
     def _insert(
-        self, node: RadixNode, tokens: Int32Array, pages: Int32Array, *, held: RadixNode | None
+        self,
+        node: RadixNode,
+        tokens: Int32Array,
+        pages: Int32Array,
+        *,
+        held: RadixNode | None,
+        keeps: Keeps = NO_KEEPS,
     ) -> Insert:
         """Walks down from the end of `node`, cutting edges where needed, and adds what is new."""
         page, pos = self.page_size, 0
@@ -216,18 +230,30 @@ class RadixTree:
         key = tokens[pos : pos + page].tobytes()
         known = node.children.continuation(key) if key else None
         if known is not None:
-            self._touch(known)
+            self._touch(known, keeps)
         if known is not None or not key:
             return Insert(len(tokens), node, matched_pages, num_pages, NO_PAGES)
-        dropped = self._supersede(node, key)
-        node = self._add(node, tokens[pos:], pages[num_pages:], held=held)
+        dropped, kept = self._supersede(node, key)
+        node = self._add(node, tokens[pos:], pages[num_pages:], held=held, keeps=keeps)
+        self._keep(node, kept)
         return Insert(pos, node, matched_pages, len(pages), dropped)
 
     def _add(
-        self, node: RadixNode, tokens: Int32Array, pages: Int32Array, *, held: RadixNode | None
+        self,
+        node: RadixNode,
+        tokens: Int32Array,
+        pages: Int32Array,
+        *,
+        held: RadixNode | None,
+        keeps: Keeps,
     ) -> RadixNode:
-        """New tokens below a full `node`: into it if it is a leaf that nobody else has locked."""
+        """New tokens below a full `node`: into it if it is a leaf that nobody else has locked.
+
+        And that nobody else wants kept: what is new shall not have a rank that it was not given.
+        """
         exclusive = node.lock_ref == (1 if node is held else 0)
+        if node.keeps:
+            exclusive = exclusive and merged(node.keeps, keeps, self.queue.now_s) == keeps
         if node.parent is not None and not node.children and exclusive:
             self._append(node, tokens, pages)
             return node
@@ -259,12 +285,15 @@ class RadixTree:
             self.num_evictable_pages += len(pages)
             self.queue.push(node)
 
-    def _supersede(self, parent: RadixNode, key: bytes) -> Int32Array:
-        """Removes the unlocked partial leaf that `key` is about to make redundant."""
+    def _supersede(self, parent: RadixNode, key: bytes) -> tuple[Int32Array, Keeps]:
+        """Removes the unlocked partial leaf that `key` is about to make redundant.
+
+        Its pages, and what the new leaf takes over.
+        """
         shorter = parent.children.beginning(key)
         if shorter is None or shorter.lock_ref:
-            return NO_PAGES
-        return self._remove(shorter, keep_parent=True)
+            return NO_PAGES, NO_KEEPS
+        return self._remove(shorter, keep_parent=True), shorter.keeps
 
     def _split(self, node: RadixNode, num_tokens: int) -> RadixNode:
         """Cuts at a page border; the new node is the upper part, `node` stays the lower one."""
@@ -272,6 +301,7 @@ class RadixTree:
         assert parent is not None
         upper = RadixNode(parent, node.run, node.offset, num_tokens, created=node.created)
         upper.last_access = node.last_access
+        upper.keeps = node.keeps
         upper.lock_ref = 1 if node.lock_ref else 0
         upper.next = node
         upper.children.add(node.key_at(num_tokens), node)
@@ -288,7 +318,7 @@ class RadixTree:
     # -- removing
 
     def evict(self, num_pages: int) -> Int32Array:
-        """Takes up to `num_pages` out of unlocked leaves in the policy's order.
+        """Takes up to `num_pages` out of unlocked leaves, by rank, then in the policy's order.
 
         The last leaf is trimmed from its end to what is still needed. O(log leaves) a victim.
         """
@@ -318,7 +348,7 @@ class RadixTree:
         assert parent is not None
         self.queue.discard(node)
         parent.children.remove(node.key)
-        parent.inherit(node)
+        parent.inherit(node, self.queue.now_s)
         if parent.next is node:
             parent.next = None
         if node.offset:  # else the run goes with its only node
@@ -335,12 +365,10 @@ class RadixTree:
                 self.queue.push(parent)
         return pages
 
-    def _redundant(self, node: RadixNode) -> bool:
-        return (
-            node.num_tokens < self.page_size
-            and node.parent is not None
-            and node.parent.children.longer(node.key)
-        )
+    def _made_redundant_by(self, node: RadixNode) -> RadixNode | None:
+        if node.num_tokens >= self.page_size or node.parent is None:
+            return None
+        return node.parent.children.longer(node.key)
 
     def detach(self, namespace: str) -> Detached:
         """Takes a namespace out of the index at once, locked nodes included. O(its nodes)."""
@@ -356,11 +384,20 @@ class RadixTree:
         self.namespaces.close_if_empty(space)
         return Detached(num_tokens, joined(pages))
 
-    def _touch(self, node: RadixNode) -> None:
+    def _touch(self, node: RadixNode, keeps: Keeps = NO_KEEPS) -> None:
         self._clock += 1
         node.last_access = self._clock
+        if keeps:
+            node.keeps = merged(node.keeps, keeps, self.queue.now_s)
         if node.queued != NOT_QUEUED:
             self.queue.push(node)
+
+    def _keep(self, node: RadixNode, keeps: Keeps) -> None:
+        """What a node that is gone leaves to the one that has its tokens too."""
+        if keeps:
+            node.keeps = merged(node.keeps, keeps, self.queue.now_s)
+            if node.queued != NOT_QUEUED:
+                self.queue.push(node)
 
 
 def walk(root: RadixNode) -> Iterator[RadixNode]:

@@ -163,7 +163,7 @@ class Engine:
                 return self.scheduler.take_events()
             current = self._queue(scheduled)
         if current is not None:
-            self._ahead = self._queue_next(current)
+            self._ahead = self._queue_next(current, begin)
             is_done = self._finish(current)
             self._count(current.scheduled, current.result if is_done else None, begin)
         return self.scheduler.take_events()
@@ -210,11 +210,11 @@ class Engine:
             self._fail(scheduled, error)
             return None
 
-    def _queue_next(self, current: _InFlight) -> _InFlight | None:
+    def _queue_next(self, current: _InFlight, now: float) -> _InFlight | None:
         """The step after `current`, if it can be queued before `current` is waited for."""
         if isinstance(current.sampled, list) or self._compiling:
             return None
-        scheduled = self.scheduler.schedule_ahead(current.scheduled)
+        scheduled = self.scheduler.schedule_ahead(current.scheduled, now)
         if scheduled is None or not self._sampler.can_queue(scheduled.work):
             return None
         return self._queue(scheduled, current)

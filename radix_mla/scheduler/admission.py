@@ -162,7 +162,9 @@ class Admission:
         """
         limit = seq.lookup_limit
         while True:
-            lease = self._cache.acquire(seq.tokens, seq.namespace, limit=limit)
+            lease = self._cache.acquire(
+                seq.tokens, seq.namespace, limit=limit, retention=seq.retention
+            )
             if self._fits(seq, lease):
                 return lease
             limit = lease.num_cached - lease.num_cached % self._limits.page_size

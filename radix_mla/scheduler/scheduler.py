@@ -132,6 +132,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Scheduled:
         """Plans the next step. An empty plan means that there is nothing to do."""
+        self._cache.set_time(now)
         self._step_id += 1
         batch = Batch(self._step_id, self.limits.max_num_batched_tokens)
         self._plan_running(batch)
@@ -140,11 +141,12 @@ class Scheduler:
         self._reserve.after_step(retracted=batch.retracted)
         return batch.build(self.limits.page_size)
 
-    def schedule_ahead(self, running: Scheduled) -> Scheduled | None:
+    def schedule_ahead(self, running: Scheduled, now: float) -> Scheduled | None:
         """Plans the step after `running`, whose tokens are not there yet, or says that it cannot.
 
         To be called before `running` is booked, and run after it; see `ahead.py`.
         """
+        self._cache.set_time(now)
         is_full = len(self.running) >= self.limits.max_num_seqs
         if self._life.num_waiting and not is_full:
             return None  # one of them may be admitted instead

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from radix_mla.cache.retention import Retention
 from radix_mla.request import FinishReason, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Sequence:
         "prefill_target",
         "prompt_logprobs",
         "request",
+        "retention",
         "sibling_since_s",
         "status",
         "stop_ids",
@@ -107,6 +109,7 @@ class Sequence:
         self.index = index
         self.params: SamplingParams = params
         self.namespace = namespace
+        self.retention = Retention.of(request.cache_priority, request.cache_ttl_s)
         self.order = order
         self.effective_priority = request.priority
         self.status = Status.WAITING

@@ -66,4 +66,4 @@ async def _parse(http: Request, service: Service) -> Parsed[ChatRequest]:
     chat = chat_request(
         parsed.fields, parsed.ignored, normalise=service.settings.prompt_normalise == "auto"
     )
-    return Parsed(chat, parsed.ignored, parsed.caller, parsed.model)
+    return parsed.translated(chat)

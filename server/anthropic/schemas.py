@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
@@ -41,6 +41,11 @@ class MessagesRequest(GenerationFields):
     stop_sequences: list[Stop] = Field(default_factory=list, max_length=MAX_STOPS)
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def marked(self) -> Sequence[object]:
+        system = self.system if isinstance(self.system, list) else []
+        return (*system, *self.messages, *self.tools)
 
     @property
     def session(self) -> str | None:

@@ -57,7 +57,7 @@ async def plan_chat(service: Service, parsed: Parsed[ChatRequest]) -> ChatPlan:
     )
     assistant = formats.plan(use, prompt, fields.messages, continued=fields.continue_final_message)
     params = formats.constrain(params, use, assistant, parsed.ignored)
-    return ChatPlan(prompt, make_job(fields, [prompt], lengths, params, assistant=assistant))
+    return ChatPlan(prompt, make_job(parsed, [prompt], lengths, params, assistant=assistant))
 
 
 def conversation_of(

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
+from radix_mla.cache.retention import Retention
 from radix_mla.errors import InvalidRequest
 from radix_mla.request import SamplingParams
 from server.body import read_object
@@ -22,6 +23,7 @@ from server.openai.structured import grammar_of
 from server.service import Caller, Job, Service
 
 Fields = TypeVar("Fields", bound=GenerationFields)
+Other = TypeVar("Other", bound=GenerationFields)
 
 
 @dataclass(slots=True)
@@ -32,6 +34,11 @@ class Parsed(Generic[Fields]):
     ignored: list[str]
     caller: Caller
     model: str
+    retention: Retention
+
+    def translated(self, fields: Other) -> Parsed[Other]:
+        """The same request with its fields in another API's form."""
+        return Parsed(fields, self.ignored, self.caller, self.model, self.retention)
 
 
 def service_of(http: Request) -> Service:
@@ -53,12 +60,14 @@ async def parse(http: Request, schema: type[Fields]) -> Parsed[Fields]:
     )
     fields = validate(schema, sorted_fields.values)
     caller = service.caller(http, fields.session)
-    service.ignored_fields.note(caller.address, sorted_fields.ignored)
+    ignored = list(sorted_fields.ignored)
+    retention = fields.retention(ignored)
+    service.ignored_fields.note(caller.address, ignored)
     model = service.check_model(fields.model)
     service.check_accepting()
     if service.tokenizer is None:
         check_needs_no_text(fields)
-    return Parsed(fields, list(sorted_fields.ignored), caller, model)
+    return Parsed(fields, ignored, caller, model, retention)
 
 
 def check_needs_no_text(fields: GenerationFields) -> None:
@@ -98,17 +107,20 @@ def cut_lengths(
 
 
 def make_job(
-    fields: GenerationFields,
+    parsed: Parsed[Fields],
     prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     params: SamplingParams,
     *,
     assistant: AssistantPlan | None = None,
 ) -> Job:
-    """`cache_prompt: false` (llama.cpp) skips the lookup: it runs in a namespace of its own.
+    """What runs for a parsed body.
+
+    `cache_prompt: false` (llama.cpp) skips the lookup: it runs in a namespace of its own.
 
     `assistant`: how answers are split into thinking, content and tool calls.
     """
+    fields = parsed.fields
     return Job(
         prompts=prompts,
         max_tokens=max_tokens,
@@ -125,6 +137,7 @@ def make_job(
         cache_salt=fields.cache_salt,
         store=fields.cache_store and fields.cache_prompt,
         priority=fields.priority,
+        retention=parsed.retention,
     )
 
 

@@ -57,7 +57,7 @@ async def completions(http: Request) -> Response:
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo else None,
     )
-    job = make_job(fields, [prompt.token_ids for prompt in prompts], lengths, params)
+    job = make_job(parsed, [prompt.token_ids for prompt in prompts], lengths, params)
     frame = Frame(service, parsed, prefix="cmpl", whole="text_completion", chunk="text_completion")
     names = TokenNames(service.tokenizer, as_ids=fields.return_tokens_as_token_ids)
     renderer = CompletionRenderer(frame, fields, prompts, names)

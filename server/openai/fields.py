@@ -39,17 +39,7 @@ IGNORED = frozenset(
         "spaces_between_special_tokens",
     )
 )
-INERT = frozenset(
-    (
-        "cache_ttl",
-        "cache_priority",
-        "cache_control",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "prompt_cache_breakpoint",
-        "nvext",
-    )
-)
+INERT = frozenset(("prompt_cache_breakpoint",))
 _NOT_YET = "this version does not implement it"
 _ANSWER = "it would change the answer and is not implemented"
 

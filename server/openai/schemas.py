@@ -5,7 +5,7 @@ Numbers are strict (no "5" for 5, no true for 1), whole floats count as integers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -17,8 +17,10 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from radix_mla.cache.retention import MAX_RANK, MAX_TTL_S, Retention
 from radix_mla.errors import InvalidRequest
-from server.openai.parts import MESSAGES, PROMPT, TOKEN_IDS, TOOLS
+from server.openai.parts import MESSAGES, PROMPT, TEXT, TOKEN_IDS, TOOLS, or_null
+from server.openai.retention import TTL_PATTERN, Hints, ttl_seconds
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -54,7 +56,11 @@ Stop = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1), WithJsonSchema(MESSAGES)]
 Tools = Annotated[list[dict[str, Any]], WithJsonSchema(TOOLS)]
+Hint = Annotated[Any, WithJsonSchema(or_null({"type": "object"}))]  # other forms are ignored
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
+TtlNumber = Annotated[float, Field(strict=True, gt=0, le=MAX_TTL_S)]
+TtlText = Annotated[str, Field(strict=True, pattern=TTL_PATTERN)]
+Ttl = Annotated[TtlNumber, BeforeValidator(ttl_seconds, json_schema_input_type=TtlNumber | TtlText)]
 
 
 class StreamOptions(BaseModel):
@@ -103,6 +109,12 @@ class GenerationFields(BaseModel):
     cache_salt: Annotated[Str, Field(max_length=1024)] = ""
     cache_store: Bool = True
     cache_prompt: Bool = True
+    cache_ttl: Ttl | None = None
+    cache_priority: Annotated[Int, Field(ge=0, le=MAX_RANK)] | None = None
+    cache_control: Hint = None
+    prompt_cache_retention: Annotated[Any, WithJsonSchema(or_null(TEXT))] = None
+    prompt_cache_options: Hint = None
+    nvext: Hint = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | Bool | Str | None = None
@@ -114,6 +126,20 @@ class GenerationFields(BaseModel):
     def session(self) -> str | None:
         """What says which requests belong together; never what may be shared."""
         return self.prompt_cache_key
+
+    def retention(self, ignored: list[str]) -> Retention:
+        """How long its rows are to be kept; hints of unknown form are added to `ignored`."""
+        hints = Hints(ignored)
+        hints.mark(self.cache_control, "cache_control")
+        hints.openai(self.prompt_cache_retention, self.prompt_cache_options)
+        hints.nvidia(self.nvext)
+        hints.blocks(self.marked)
+        return hints.retention(ttl_s=self.cache_ttl, priority=self.cache_priority)
+
+    @property
+    def marked(self) -> Sequence[object]:
+        """What may carry marks of `cache_control`, in itself or in its content."""
+        return ()
 
 
 class CompletionRequest(GenerationFields):
@@ -145,6 +171,10 @@ class ChatRequest(GenerationFields):
     thinking: Any = None
     enable_thinking: Bool | None = None
     modalities: list[Str] | None = None
+
+    @property
+    def marked(self) -> Sequence[object]:
+        return (*self.messages, *self.tools)
 
 
 class TokenizeRequest(BaseModel):

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from radix_mla.errors import InvalidRequest
 from server.docs import OF_A_GENERATION, describe
 from server.openai.chat_plan import plan_chat
-from server.openai.common import Parsed, answer, parse, service_of
+from server.openai.common import answer, parse, service_of
 from server.openai.logprobs import TokenNames
 from server.responses.answers import ResponseAnswer
 from server.responses.schemas import ResponsesRequest
@@ -31,7 +31,7 @@ async def responses(http: Request) -> Response:
     fields = parsed.fields
     if fields.n != 1:
         raise InvalidRequest("n must be 1 on this path.", param="n", code="invalid_value")
-    chat = Parsed(chat_request(fields, parsed.ignored), parsed.ignored, parsed.caller, parsed.model)
+    chat = parsed.translated(chat_request(fields, parsed.ignored))
     plan = await plan_chat(service, chat)
     response_id = f"resp_{fields.request_id or secrets.token_hex(16)}"
     names = TokenNames(service.tokenizer, as_ids=fields.return_tokens_as_token_ids)

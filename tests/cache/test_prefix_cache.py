@@ -261,7 +261,7 @@ def test_commits_cost_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cache._tree,
         "insert_after",
-        lambda node, fresh, pages: seen.append(len(fresh)) or original(node, fresh, pages),
+        lambda node, fresh, *rest: seen.append(len(fresh)) or original(node, fresh, *rest),
     )
     for end in range(32_001, 32_200):
         cache.grow(lease, end)

@@ -11,11 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.model_based_cache import CacheSimulation, FakeRequest
 
 from radix_mla.cache.eviction import POLICIES
+from radix_mla.cache.retention import NO_RETENTION, Retention
 
 NAMESPACES = st.sampled_from(["", "", "", "salt"])
 TOKEN = st.integers(0, 1)
 PICK = st.integers(0, 5)
 SELDOM = st.integers(0, 3)
+RETENTIONS = st.sampled_from([NO_RETENTION, NO_RETENTION, Retention(1, 9.0), Retention(3, 2.0)])
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -35,18 +37,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return self.sim.running[index % len(self.sim.running)]
 
     @precondition(lambda self: len(self.sim.running) < 5)
-    @rule(tokens=st.lists(TOKEN, min_size=1, max_size=14), namespace=NAMESPACES)
-    def start(self, tokens: list[int], namespace: str) -> None:
-        self.sim.start(tokens, namespace)
+    @rule(
+        tokens=st.lists(TOKEN, min_size=1, max_size=14), namespace=NAMESPACES, retention=RETENTIONS
+    )
+    def start(self, tokens: list[int], namespace: str, retention: Retention) -> None:
+        self.sim.start(tokens, namespace, retention)
 
     @precondition(lambda self: len(self.sim.running) < 5)
     @rule(
         tokens=st.lists(TOKEN, min_size=1, max_size=14),
         namespace=NAMESPACES,
         num_tokens=st.integers(1, 14),
+        retention=RETENTIONS,
     )
-    def start_and_prefill(self, tokens: list[int], namespace: str, num_tokens: int) -> None:
-        request = self.sim.start(tokens, namespace)
+    def start_and_prefill(
+        self, tokens: list[int], namespace: str, num_tokens: int, retention: Retention
+    ) -> None:
+        request = self.sim.start(tokens, namespace, retention)
         if self.sim.compute(request, num_tokens):
             self.sim.commit(request)
 
@@ -111,6 +118,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if chance == 0:
             self.sim.flush(namespace)
 
+    @precondition(lambda self: self.sim.cache.num_nodes)
+    @rule(num_s=st.sampled_from([0.5, 3.0]))
+    def pass_time(self, num_s: float) -> None:
+        self.sim.pass_time(num_s)
+
     def teardown(self) -> None:
         if hasattr(self, "sim"):
             self.sim.drain()
@@ -150,10 +162,12 @@ def _soak_step(sim: CacheSimulation, rng: random.Random) -> None:
         return [rng.randrange(2) for _ in range(rng.randint(1, most))]
 
     operation = rng.choices(
-        ["start", "prefill", "decode", "commit", "finish", "abort", "evict", "flush"],
-        [6, 10, 14, 5, 4, 1, 1, 0.3],
+        ["start", "prefill", "decode", "commit", "finish", "abort", "evict", "flush", "time"],
+        [6, 10, 14, 5, 4, 1, 1, 0.3, 3],
     )[0]
-    if operation == "evict":
+    if operation == "time":
+        sim.pass_time(rng.random())
+    elif operation == "evict":
         sim.evict(rng.randint(1, 4))
     elif operation == "flush":
         sim.flush(rng.choice([None, "", "salt"]))
@@ -161,7 +175,8 @@ def _soak_step(sim: CacheSimulation, rng: random.Random) -> None:
         if len(sim.running) < 6:
             like = rng.choice(sim.running).tokens if sim.running and rng.random() < 0.7 else []
             kept = like[: rng.randint(0, len(like))]
-            sim.start(kept + some_tokens(9), rng.choice(["", "", "", "salt"]))
+            retention = rng.choice([NO_RETENTION, NO_RETENTION, Retention(1, 4.0), Retention(2, 1)])
+            sim.start(kept + some_tokens(9), rng.choice(["", "", "", "salt"]), retention)
     else:
         request = rng.choice(sim.running)
         if operation == "decode" and request.num_computed == len(request.tokens):

@@ -25,9 +25,9 @@ class FaultyCache(PrefixCache):
             error, self._fault = self._fault[2], None
             raise error
 
-    def acquire(self, tokens, namespace="", *, limit=None):
+    def acquire(self, tokens, namespace="", **options):
         self._check_fault("acquire", int(tokens[0]))
-        lease = super().acquire(tokens, namespace, limit=limit)
+        lease = super().acquire(tokens, namespace, **options)
         self._first = {**getattr(self, "_first", {}), id(lease): int(tokens[0])}
         return lease
 

@@ -98,6 +98,24 @@ HONOURED: list[tuple[str, str, dict[str, Any]]] = [
     ("service_tier", CHAT, {"service_tier": "flex"}),
     ("prompt_cache_key", CHAT, {"prompt_cache_key": "s"}),
     ("ours", CHAT, {"cache_salt": "s", "cache_store": False, "priority": 3}),
+    *(("cache_ttl", CHAT, {"cache_ttl": ttl}) for ttl in (60, 0.5, 86_400, "90s", "5m", "24h")),
+    ("cache_priority", CHAT, {"cache_priority": 10}),
+    *(
+        ("prompt_cache_retention", CHAT, {"prompt_cache_retention": value})
+        for value in ("in_memory", "24h")
+    ),
+    ("prompt_cache_options", CHAT, {"prompt_cache_options": {"ttl": "1h"}}),
+    (
+        "nvext",
+        CHAT,
+        {
+            "nvext": {
+                "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                "agent_hints": {"priority": 1},
+            }
+        },
+    ),
+    ("cache_control", MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}),
     (
         "vLLM's and SGLang's",
         CHAT,
@@ -235,11 +253,23 @@ NAMED_IN_HEADER: list[tuple[str, dict[str, Any], str]] = [
     ),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 99}}, "thinking"),
     (CHAT, {"chat_template_kwargs": {"unheard_of": 1}}, "chat_template_kwargs.unheard_of"),
-    (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-    (CHAT, {"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options"),
+    (CHAT, {"prompt_cache_retention": "for ever"}, "prompt_cache_retention"),
+    (
+        CHAT,
+        {"prompt_cache_options": {"ttl": "1y", "mode": "explicit", "prewarm": True}},
+        "prompt_cache_options.ttl, prompt_cache_options.mode, prompt_cache_options.prewarm",
+    ),
+    (CHAT, {"prompt_cache_options": "1h"}, "prompt_cache_options"),
     (CHAT, {"prompt_cache_breakpoint": {}}, "prompt_cache_breakpoint"),
-    (CHAT, {"nvext": {"agent_hints": {"priority": 1}}}, "nvext"),
-    (CHAT, {"cache_ttl": 60, "cache_priority": 1}, "cache_ttl, cache_priority"),
+    (CHAT, {"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
+    (CHAT, {"nvext": {"agent_hints": {"priority": True}}}, "nvext.agent_hints.priority"),
+    (CHAT, {"nvext": {"agent_hints": {"osl": 9}, "x": 1}}, "nvext.agent_hints.osl, nvext.x"),
+    (CHAT, {"nvext": {"cache_control": {"ttl": 10**6}}}, "nvext.cache_control"),
+    (CHAT, {"nvext": []}, "nvext"),
+    *(
+        (MESSAGES, {"cache_control": mark}, "cache_control")
+        for mark in ({}, "ephemeral", {"type": "lasting"}, {"type": "ephemeral", "ttl": True})
+    ),
     (CHAT, {"never_heard_of": 1}, "never_heard_of"),
 ]
 
@@ -251,6 +281,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for name, value in (("n", 17), ("top_logprobs", 21), ("stop", ["x"] * 17))
     ),
     (TEXT, {"best_of": 3, "n": 2}, "best_of"),
+    *(
+        (path, {name: value}, name)
+        for path in (CHAT, MESSAGES)
+        for name, value in (
+            ("cache_ttl", 0),
+            ("cache_ttl", 86_401),
+            ("cache_ttl", "25h"),
+            ("cache_ttl", "soon"),
+            ("cache_ttl", True),
+            ("cache_priority", 11),
+            ("cache_priority", -1),
+            ("cache_priority", "1"),
+        )
+    ),
+    (CHAT, {"metadata": {"radix_mla.cache_ttl": "5y"}}, "cache_ttl"),
     (TEXT, {"suffix": "x"}, "suffix"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"function_call": "auto"}, "function_call"),

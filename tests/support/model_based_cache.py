@@ -15,6 +15,7 @@ import pytest
 from radix_mla.cache.eviction import EvictionPolicy
 from radix_mla.cache.lease import Lease
 from radix_mla.cache.prefix_cache import PageCopy, PrefixCache
+from radix_mla.cache.retention import NO_RETENTION, Retention
 from radix_mla.errors import NoSpace
 
 POISON = -1
@@ -84,16 +85,19 @@ class CacheSimulation:
     ) -> None:
         self.cache = PrefixCache(num_pages, page_size, policy=policy, seed=0)
         self.page_size = page_size
+        self.now_s = 0.0
         self.rows = np.full(num_pages * page_size, POISON, dtype=np.int64)
         self.oracle = NaiveIndex()
         self.running: list[FakeRequest] = []
 
-    def start(self, tokens: list[int], namespace: str = "") -> FakeRequest:
+    def start(
+        self, tokens: list[int], namespace: str = "", retention: Retention = NO_RETENTION
+    ) -> FakeRequest:
         """Acquires with limit len - 1, and checks the hit against the oracle."""
         limit = len(tokens) - 1
         expected = self.oracle.hit(tokens[:limit], namespace)
         peeked = self.cache.peek(tokens[:limit], namespace)
-        lease = self.cache.acquire(tokens, namespace, limit=limit)
+        lease = self.cache.acquire(tokens, namespace, limit=limit, retention=retention)
         assert lease.num_cached == peeked
         assert lease.source is None or lease.source.num_pages == 1
         if self.oracle.exact(namespace):
@@ -182,6 +186,11 @@ class CacheSimulation:
             self.oracle.flush(name)
         if namespace is None:
             assert self.cache.num_cached_tokens == self.cache.num_nodes == 0
+        self.check()
+
+    def pass_time(self, num_s: float) -> None:
+        self.now_s += num_s
+        self.cache.set_time(self.now_s)
         self.check()
 
     def check(self) -> None:

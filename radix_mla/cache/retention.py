@@ -1,0 +1,61 @@
+"""Retention: what a request asks for so that its rows are evicted later. A bias, never a lock.
+
+Each use of a node by such a request leaves a `Keep` there. The node's rank is the greatest of those
+that still hold, so it falls step by step as they end; leaves of a lower rank are evicted first. A
+use leaves it where it ended only: ancestors are no leaves, and take it over when their child goes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+MAX_RANK = 10
+MAX_TTL_S = 86_400.0
+DEFAULT_TTL_S = 3_600.0
+
+
+class Keep(NamedTuple):
+    """The rank that a node has until then."""
+
+    rank: int
+    until_s: float
+
+
+# Ranks fall and times rise strictly, so at most MAX_RANK of them; the first one that holds counts.
+Keeps: TypeAlias = tuple[Keep, ...]
+NO_KEEPS: Keeps = ()
+
+
+class Retention(NamedTuple):
+    """What one request asks for; rank 0 is nothing."""
+
+    rank: int = 0
+    ttl_s: float = 0.0
+
+    @classmethod
+    def of(cls, priority: int, ttl_s: float) -> Retention:
+        """A time alone is rank 1; a priority alone holds for an hour."""
+        if not priority and not ttl_s:
+            return NO_RETENTION
+        return cls(priority or 1, ttl_s or DEFAULT_TTL_S)
+
+    def keeps(self, now_s: float) -> Keeps:
+        """What a use at this time leaves on a node."""
+        return (Keep(self.rank, now_s + self.ttl_s),) if self.rank else NO_KEEPS
+
+
+NO_RETENTION = Retention()
+
+
+def merged(keeps: Keeps, more: Keeps, now_s: float) -> Keeps:
+    """Both, without those that are over and those that another one outranks for longer."""
+    best: list[Keep] = []
+    for keep in sorted((*keeps, *more), reverse=True):
+        if keep.until_s > now_s and (not best or keep.until_s > best[-1].until_s):
+            best.append(keep)
+    return tuple(best)
+
+
+def current(keeps: Keeps, now_s: float) -> Keep | None:
+    """The one that counts now."""
+    return next((keep for keep in keeps if keep.until_s > now_s), None)
