@@ -9,7 +9,10 @@ from support.fake_model import Oracle
 from support.fake_runner import QueueSampler, make_fake_engine
 from support.scheduler_sim import VOCAB, make_request
 
+from radix_mla.cache.lease import Lease
+from radix_mla.cache.prefix_cache import PageCopy
 from radix_mla.engine.step import StepPlan, StepResult
+from radix_mla.errors import NoSpace
 from radix_mla.request import FinishReason
 
 STOP = 11
@@ -103,3 +106,42 @@ def test_what_the_host_must_see_is_never_queued() -> None:
     while engine.has_work:
         engine.step()
     assert sampler.num_ahead == 0
+
+
+def test_without_a_page_the_next_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = QueueSampler()
+    engine, _ = make_fake_engine(sampler=sampler, overlap=True)
+    grow, refused = engine.cache.grow, []
+
+    def full_once(lease: Lease, num_tokens: int) -> list[PageCopy]:
+        if sampler.num_ahead == 3 and not refused:
+            refused.append(num_tokens)
+            raise NoSpace(1, 0)
+        return grow(lease, num_tokens)
+
+    monkeypatch.setattr(engine.cache, "grow", full_once)
+    engine.add_request(make_request("a", [1, 2, 3], 12, temperature=0.0))
+    have: list[int] = []
+    while engine.has_work:
+        have += [token for o in engine.step().sequences for token in o.token_ids]
+        engine.cache.audit()
+    assert have == Oracle(VOCAB).generate([1, 2, 3], 12, frozenset())
+    assert refused
+    assert sampler.num_ahead > 3
+    assert engine.stats().retractions == 0
+
+
+def test_prompts_that_wait_for_the_budget_keep_steps_apart() -> None:
+    sampler = QueueSampler()
+    engine, _ = make_fake_engine(
+        sampler=sampler, overlap=True, max_num_batched_tokens=6, max_num_seqs=4
+    )
+    names = {"a": 2, "b": 30, "c": 31}
+    for name, num in names.items():
+        prompt = [(i * 7 + num) % VOCAB for i in range(num)]
+        engine.add_request(make_request(name, prompt, 9, temperature=0.0))
+    ends = []
+    while engine.has_work:
+        ends += [o.request_id for o in engine.step().sequences if o.finish_reason]
+        engine.cache.audit()
+    assert sorted(ends) == ["a", "b", "c"]
