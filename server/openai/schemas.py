@@ -19,7 +19,7 @@ from pydantic import (
 
 from radix_mla.cache.retention import MAX_RANK, MAX_TTL_S, Retention
 from radix_mla.errors import InvalidRequest
-from server.openai.parts import MESSAGES, PROMPT, TEXT, TOKEN_IDS, TOOLS, or_null
+from server.openai.parts import MESSAGES, PROMPT, TOKEN_IDS, TOOLS
 from server.openai.retention import TTL_PATTERN, Hints, ttl_seconds
 
 MAX_STOPS = 16
@@ -56,7 +56,8 @@ Stop = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS
 Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1), WithJsonSchema(MESSAGES)]
 Tools = Annotated[list[dict[str, Any]], WithJsonSchema(TOOLS)]
-Hint = Annotated[Any, WithJsonSchema(or_null({"type": "object"}))]  # other forms are ignored
+# Any form is taken; those that mean nothing here are named in x-radix-ignored-fields.
+Hint = Annotated[Any, WithJsonSchema({"description": "A hint; unknown forms are ignored."})]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 TtlNumber = Annotated[float, Field(strict=True, gt=0, le=MAX_TTL_S)]
 TtlText = Annotated[str, Field(strict=True, pattern=TTL_PATTERN)]
@@ -112,7 +113,7 @@ class GenerationFields(BaseModel):
     cache_ttl: Ttl | None = None
     cache_priority: Annotated[Int, Field(ge=0, le=MAX_RANK)] | None = None
     cache_control: Hint = None
-    prompt_cache_retention: Annotated[Any, WithJsonSchema(or_null(TEXT))] = None
+    prompt_cache_retention: Hint = None
     prompt_cache_options: Hint = None
     nvext: Hint = None
     response_format: dict[str, Any] | None = None

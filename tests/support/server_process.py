@@ -72,9 +72,14 @@ class ServerProcess:
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server exited {self.process.returncode}:\n{self.output()}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready") as reply:
-                if reply.status == 200:
-                    return
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready") as reply:
+                    if reply.status == 200:
+                        return
+            except urllib.error.HTTPError as loading:
+                loading.close()  # it holds the connection
+            except OSError:
+                pass
             if time.monotonic() - self.started > ready_s:
                 raise RuntimeError(f"server not ready after {ready_s} s:\n{self.output()}")
             time.sleep(0.05)  # polling a port has no event to wait for
