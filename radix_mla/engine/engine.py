@@ -201,8 +201,8 @@ class Engine:
             else:
                 assert not isinstance(before.sampled, list), "nothing to go ahead of"
                 result = self._runner.execute(scheduled.plan, before.sampled.tokens)
-            if self._overlap and sampler.can_queue(scheduled.work):
-                is_ahead = before is not None
+            is_ahead = before is not None  # of sequences that were queued: they can be again
+            if is_ahead or (self._overlap and sampler.can_queue(scheduled.work)):
                 sampled = sampler.queue(result.logits, scheduled.work, ahead=is_ahead)
                 return _InFlight(scheduled, result, sampled)
             return _InFlight(scheduled, result, sampler.sample(result.logits, scheduled.work))
@@ -215,9 +215,7 @@ class Engine:
         if isinstance(current.sampled, list) or self._compiling:
             return None
         scheduled = self.scheduler.schedule_ahead(current.scheduled, now)
-        if scheduled is None or not self._sampler.can_queue(scheduled.work):
-            return None
-        return self._queue(scheduled, current)
+        return None if scheduled is None else self._queue(scheduled, current)
 
     def _finish(self, step: _InFlight) -> bool:
         """Waits for a step and books it; whether it ran."""

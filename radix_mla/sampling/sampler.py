@@ -70,12 +70,13 @@ class Sampler:
 
     def _sample_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
         """Rows that the host must see go there; of the others one number each."""
-        drawn = [item for item in work if can_draw(item)]
+        is_drawn = [can_draw(item) for item in work]
+        drawn = [item for item, here in zip(work, is_drawn, strict=True) if here]
         draw = DeviceDraw(logits, drawn) if drawn else None
-        others = [item for item in work if not can_draw(item)]
+        others = [item for item, here in zip(work, is_drawn, strict=True) if not here]
         seen = iter(self._sample_on_host(*_only(logits, others)))
         tokens = iter(draw.tokens() if draw is not None else ())
-        return [_of_token(next(tokens)) if can_draw(item) else next(seen) for item in work]
+        return [_of_token(next(tokens)) if here else next(seen) for here in is_drawn]
 
     def _sample_on_host(self, rows: NDArray[np.float32], work: Items[Work]) -> list[Sampled]:
         constrained = [w.sequence for w in work if w.samples and w.sequence.constraint is not None]
