@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from radix_mla.attention.shared_prefix import SharedPrefixes
     from radix_mla.attention.static_plan import StaticMQA
     from radix_mla.attention.workspace import MLADims
 
@@ -82,7 +83,7 @@ class MHAWork:
 class MQAWork:
     """Absorbed attention over pages, fixed for the step: sequence i has queries cu_q[i:i+2], which
     are its last tokens, and kv_lens[i] rows in page_tables[i] (int32). `with_lse` False: nothing is
-    merged afterwards.
+    merged afterwards. `shared` None: nobody has looked (`shared_prefix.shared_in` does).
     """
 
     cu_q: np.ndarray
@@ -90,6 +91,7 @@ class MQAWork:
     page_tables: tuple[np.ndarray, ...]
     page_size: int
     with_lse: bool = False
+    shared: SharedPrefixes | None = None
 
     @property
     def num_queries(self) -> int:

@@ -10,9 +10,12 @@ context are shared, so every query of a member sees every row of the pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from radix_mla.attention.backend import MQAWork
 
 _MIN_SAVED_ROWS = 1024  # a pass costs calls and a merge; reading this many rows costs more
 
@@ -30,6 +33,13 @@ class SharedPrefixes(NamedTuple):
 
     passes: list[SharedPass]
     tails: list[int]
+
+
+def shared_in(work: MQAWork) -> SharedPrefixes:
+    """Of `work`; what was found before is not looked for again."""
+    if work.shared is not None:
+        return work.shared
+    return find_shared(work.page_tables, work.kv_lens - np.diff(work.cu_q), work.page_size)
 
 
 def find_shared(

@@ -6,7 +6,7 @@ A padding token writes its row to the pool's dummy page and attends to nothing: 
 
 How a graph is captured, once for each bucket N (the pair must be `caps.graph_safe`):
 
-    static = StaticAbsorbed(pair, N, pool)
+    static = StaticAbsorbed(pair, N, pool, "mixed")
     tokens = torch.zeros(N, dtype=torch.int64, device=device)
     ctx = ForwardContext(positions=static.positions, slots=static.slots, plan=static.plan,
                          pool=pool, workspace=workspace, backend=pair)
@@ -30,18 +30,18 @@ and replayed, all on one stream:
 `refill` may be called for step n + 1 while step n runs: copies are queued behind it. Each backend
 says in its `static_mqa` what lies in its part of the buffer.
 
-Which bucket for which step, with the `flashmla` backend selected:
+Families, because a kernel that is best for one kind of step is not for another:
 
-    every Sq = 1, nothing shared    StaticAbsorbed(pair, N, pool)                 Sq = 1 rows
-    some Sq > 1                     StaticAbsorbed(pair, N, pool, mixed=True)     rows of many Sq
-    shared prefixes                 StaticAbsorbed(pair.sharing, N, pool)         Triton
+    plain     one query a sequence, which reads all its rows
+    mixed     any number of queries
+    shared    one query a sequence, prefixes that several share are read once
 
-and with `triton`: (pair, N, pool, mixed=False) for the first, (pair, N, pool) for the others.
+A backend says of each what it `fits` and how long it takes. Triton's `mixed` and `shared` are one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from radix_mla.cache.kv_pool import KVPool
 
 
+Family = Literal["plain", "mixed", "shared"]
+
+
 class StaticMQA(Protocol):
     """A backend's part: a work whose device metadata has fixed places and shapes.
 
@@ -67,6 +70,9 @@ class StaticMQA(Protocol):
 
     def fits(self, work: MQAWork) -> bool:
         """Whether there is room for the sequences of `work`; its tokens are counted elsewhere."""
+
+    def estimate_us(self, work: MQAWork) -> float:
+        """Microseconds of a layer's attention."""
 
     def place(self, buffer: torch.Tensor) -> None:
         """The device words int32 [num_ints] that the kernels will read, given once."""
@@ -91,15 +97,9 @@ class StaticAbsorbed:
         backend: AttentionBackend,
         num_tokens: int,
         pool: KVPool,
-        *,
-        mixed: bool | None = None,
+        family: Family,
     ) -> None:
-        """`mixed`: made for sequences with several queries each, or with shared prefixes; False:
-        for plain decode; None: whatever the backend does best. Every kind answers every step that
-        `fits`.
-
-        Raises ConfigError when the backend cannot run with fixed shapes.
-        """
+        """Raises ConfigError when the backend cannot run with fixed shapes."""
         make = getattr(backend, "static_mqa", None)
         if make is None:
             raise ConfigError(f"attention_backend {backend.name} cannot run in a CUDA graph")
@@ -107,7 +107,7 @@ class StaticAbsorbed:
         self.num_tokens = num_tokens
         self._page_size = pool.page_size
         self._dummy = pool.dummy_page
-        self._mqa: StaticMQA = make(num_tokens, pool.page_size, pool.dummy_page, mixed=mixed)
+        self._mqa: StaticMQA = make(num_tokens, pool.page_size, pool.dummy_page, family)
         self._num_bytes = 16 * num_tokens + 4 * self._mqa.num_ints
         self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
         longs = self._buffer[: 16 * num_tokens].view(torch.int64)
@@ -120,15 +120,19 @@ class StaticAbsorbed:
             paths={},
         )
 
-    def fits(self, batch: RaggedBatch) -> bool:
+    def fits(self, work: MQAWork) -> bool:
         """Whether `refill` can take the step: tokens, and sequences where these are padded."""
-        work = self._work(batch)
-        return int(batch.cu_q[-1]) <= self.num_tokens and work is not None and self._mqa.fits(work)
+        return work.num_queries <= self.num_tokens and self._mqa.fits(work)
 
-    def refill(self, batch: RaggedBatch | None) -> None:
+    def estimate_us(self, work: MQAWork) -> float:
+        """Microseconds of a layer's attention."""
+        return self._mqa.estimate_us(work)
+
+    def refill(self, batch: RaggedBatch | None, work: MQAWork | None = None) -> None:
         """Queues the copies for a step of at most `num_tokens` tokens; None: padding alone.
 
-        Does not wait for the device, and allocates nothing on it.
+        work: `work_of(batch)`, if it is there already. Does not wait for the device, and allocates
+        nothing on it.
         """
         pinned = self._buffer.is_cuda
         host = torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -141,7 +145,9 @@ class StaticAbsorbed:
         if batch is not None:
             positions[:used], slots[:used] = batch.positions, batch.slots
         words = view[16 * self.num_tokens :].view(np.int32)
-        self._mqa.fill(self._work(batch), self.num_tokens - used, words)
+        if work is None and batch is not None:
+            work = work_of(batch)
+        self._mqa.fill(work, self.num_tokens - used, words)
         self._buffer.copy_(host, non_blocking=True)
         self._mqa.settle()
 
@@ -149,12 +155,12 @@ class StaticAbsorbed:
         """To be called in front of every forward with `plan`, captured or eager."""
         self._mqa.begin()
 
-    def _work(self, batch: RaggedBatch | None) -> MQAWork | None:
-        if batch is None:
-            return None
-        return MQAWork(
-            cu_q=batch.cu_q,
-            kv_lens=batch.num_context + batch.num_new,
-            page_tables=batch.page_tables,
-            page_size=self._page_size,
-        )
+
+def work_of(batch: RaggedBatch) -> MQAWork:
+    """All of the step, absorbed."""
+    return MQAWork(
+        cu_q=batch.cu_q,
+        kv_lens=batch.num_context + batch.num_new,
+        page_tables=batch.page_tables,
+        page_size=batch.page_size,
+    )

@@ -4,24 +4,26 @@
     host    refill(batch) ─ tokens, rows of logits ─ replay
     device  [T tokens | N - T padding] ─► layers ─► logits, checks          shapes depend on N alone
 
-Three families, because a kernel that is best for one is not for the others: `plain` decode; `mixed`
-steps, in which sequences have several queries; `shared` ones, in which they share long prefixes.
+Of the families (`attention/static_plan.py`) that can take a step, the fastest takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from radix_mla.attention.context import ForwardContext
-from radix_mla.attention.shared_prefix import find_shared
-from radix_mla.attention.static_plan import StaticAbsorbed
+from radix_mla.attention.shared_prefix import shared_in
+from radix_mla.attention.static_plan import Family, StaticAbsorbed, work_of
 
 if TYPE_CHECKING:
-    from radix_mla.attention.backend import AttentionBackend
+    from radix_mla.attention.backend import AttentionBackend, MQAWork
     from radix_mla.attention.metadata import RaggedBatch
     from radix_mla.attention.workspace import Workspace
     from radix_mla.cache.kv_pool import KVPool
@@ -77,24 +79,26 @@ class CapturedSteps:
         device = pool.layer(0).device
         most = min(MAX_TOKENS, max_tokens)
         self._max_logits = max_logits
-        self._page_size = pool.page_size
         logits = torch.empty(max_logits, vocab_size, dtype=torch.float32, device=device)
+        families: dict[str, tuple[AttentionBackend, Family]] = {
+            "plain": (backend, "plain"),
+            "mixed": (backend, "mixed"),
+        }
         sharing: AttentionBackend = getattr(backend, "sharing", backend)
-        families = {"plain": (backend, False), "mixed": (backend, True), "shared": (sharing, True)}
-        if sharing is backend:  # its kernel for mixed steps reads shared prefixes once
-            del families["shared"]
+        if sharing is not backend:
+            families |= {"shared": (backend, "shared"), "mixed_shared": (sharing, "mixed")}
         self._sizes = {name: bucket_sizes(most, fine=name == "plain") for name in families}
         self._steps = {
-            (family, size): _CapturedStep(
+            (name, size): _CapturedStep(
                 forward,
-                StaticAbsorbed(pair, size, pool, mixed=mixed),
+                StaticAbsorbed(pair, size, pool, family),
                 pair,
                 pool,
                 workspace,
                 logits[: min(size, max_logits)],
             )
-            for family, (pair, mixed) in families.items()
-            for size in self._sizes[family]
+            for name, (pair, family) in families.items()
+            for size in reversed(self._sizes[name])  # what they share is made for the largest
         }
 
     def __len__(self) -> int:
@@ -104,9 +108,10 @@ class CapturedSteps:
         """Compiles and captures all, the largest first: the others fit into its memory."""
         memory = torch.cuda.graph_pool_handle()
         order = sorted(self._steps, key=lambda key: -key[1])
-        for done, key in enumerate(order):
-            report(done, len(order))
-            self._steps[key].capture(memory)
+        with _no_collection():
+            for done, key in enumerate(order):
+                report(done, len(order))
+                self._steps[key].capture(memory)
         report(len(order), len(order))
 
     def run(
@@ -117,19 +122,36 @@ class CapturedSteps:
         """
         if len(tokens) > self._sizes["plain"][-1] or len(rows) > self._max_logits:
             return None
-        step = self._step(self._family(batch), len(tokens))
-        if not step.fits(batch):  # more sequences than it was made for: this family takes any
-            step = self._step("shared" if "shared" in self._sizes else "mixed", len(tokens))
-        return step.run(batch, tokens, rows)
+        work = work_of(batch)
+        if len(work.kv_lens) > 1:
+            work = replace(work, shared=shared_in(work))
+        return self._fastest(work).run(batch, work, tokens, rows)
 
-    def _family(self, batch: RaggedBatch) -> str:
-        if find_shared(batch.page_tables, batch.num_context, self._page_size).passes:
-            return "shared" if "shared" in self._sizes else "mixed"
-        return "mixed" if int(batch.num_new.max()) > 1 else "plain"
+    def _fastest(self, work: MQAWork) -> _CapturedStep:
+        decode = work.num_queries == len(work.kv_lens)
+        if decode and not (work.shared and work.shared.passes):
+            return self._step("plain", work.num_queries)
+        steps = [self._step(name, work.num_queries) for name in self._sizes]
+        return min((s for s in steps if s.fits(work)), key=lambda step: step.estimate_us(work))
 
     def _step(self, family: str, num_tokens: int) -> _CapturedStep:
         size = next(size for size in self._sizes[family] if size >= num_tokens)
         return self._steps[family, size]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What garbage of an engine before this one holds is freed now: CUDA refuses that while it
+    captures.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _CapturedStep:
@@ -163,8 +185,11 @@ class _CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: StepOutputs | None = None
 
-    def fits(self, batch: RaggedBatch) -> bool:
-        return self._static.fits(batch)
+    def fits(self, work: MQAWork) -> bool:
+        return self._static.fits(work)
+
+    def estimate_us(self, work: MQAWork) -> float:
+        return self._static.estimate_us(work)
 
     def capture(self, memory: Any) -> None:
         self._static.refill(None)
@@ -180,10 +205,14 @@ class _CapturedStep:
         self._graph = graph
 
     def run(
-        self, batch: RaggedBatch, tokens: np.ndarray | torch.Tensor, rows: np.ndarray
+        self,
+        batch: RaggedBatch,
+        work: MQAWork,
+        tokens: np.ndarray | torch.Tensor,
+        rows: np.ndarray,
     ) -> StepOutputs:
         """Queues the step; without a graph (on CPU) it runs here and now."""
-        self._static.refill(batch)
+        self._static.refill(batch, work)
         pinned = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
         inputs = pinned.numpy()
         if not isinstance(tokens, torch.Tensor):

@@ -9,7 +9,7 @@ import pytest
 from support.mla_case import ODD, TRUE
 
 from radix_mla.attention.backend import Setting
-from radix_mla.attention.backends import fa2, fa3, flashmla, triton
+from radix_mla.attention.backends import fa2, fa3, flashmla, flashmla_kernel, triton
 from radix_mla.attention.select import BACKENDS, caps_of, choose_backends, make_backend
 from radix_mla.config import EngineConfig, Hardware
 from radix_mla.errors import ConfigError
@@ -98,7 +98,7 @@ def test_a_named_backend_that_cannot_run_says_why(name: str, setting: Setting, w
 
 def test_widths_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3, "_find", lambda: ("there", print))
-    monkeypatch.setattr(flashmla, "_find", lambda: ("", flashmla))
+    monkeypatch.setattr(flashmla_kernel, "find", lambda: ("", flashmla_kernel))
     wide = replace(HOPPER, dims=replace(TRUE, nope=320))
     with pytest.raises(ConfigError, match="head width 384"):
         choose_backends("fa3", wide)

@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from radix_mla.attention.absorbed_cost import (
+    TILE_ROWS,
+    TRITON_MIXED,
+    TRITON_PLAIN,
+    absorbed_us,
+)
 from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial, Setting
 from radix_mla.attention.backends.ragged import RaggedPlan
 from radix_mla.attention.page_tables import DevicePageTables
-from radix_mla.attention.shared_prefix import find_shared
+from radix_mla.attention.shared_prefix import shared_in
 from radix_mla.attention.upload import to_device
 
 if TYPE_CHECKING:
     from kernels.triton.mqa_plan import MQACapacity, SharedPass
-    from radix_mla.attention.static_plan import StaticMQA
+    from radix_mla.attention.static_plan import Family, StaticMQA
 
 CAPS = Caps(
     devices=frozenset({"cuda"}),
@@ -167,15 +173,19 @@ class TritonBackend:
         assert launch.work is work, "run_mqa with work that was not planned for this step"
         return launch.kernel.run(launch, q, pool, self.tables.tensor, latent, scale)
 
+    def estimate_us(self, work: MQAWork) -> float:
+        """Of an eager step's layer."""
+        return _estimate_us(work, self._setting.dims.num_heads, mixed=True)
+
     def static_mqa(
-        self, num_tokens: int, page_size: int, dummy_page: int, *, mixed: bool | None = None
+        self, num_tokens: int, page_size: int, dummy_page: int, family: Family
     ) -> StaticMQA:
         """The words are the work list of at most `num_tokens` tokens in any mix of Sq; padding
         tokens are not in it, their outputs are zero. Blocks are those for steps with shared
-        prefixes, which are read once, or several queries a sequence; `mixed` False: those for plain
-        decode, which reads every sequence's rows for itself.
+        prefixes, which are read once, or several queries a sequence; `plain`: those for decode that
+        reads every sequence's rows for itself.
         """
-        static = _StaticTriton(self, num_tokens, page_size, mixed=mixed is not False)
+        static = _StaticTriton(self, num_tokens, page_size, mixed=family != "plain")
         self._static[id(static.work)] = static
         return static
 
@@ -198,7 +208,7 @@ class _MQAKernel:
         from kernels.triton.mqa import MQAPartials, choose_config
 
         dims = setting.dims
-        self._heads, self._programs = dims.num_heads, num_programs
+        self.num_heads, self._programs = dims.num_heads, num_programs
         self._max_shared = 2 * setting.max_num_seqs if mixed else 0
         self._config = choose_config(dims.num_heads, DTYPES[setting.kv_dtype], shared=mixed)
         self._capacities: dict[tuple[int, int], MQACapacity] = {}
@@ -211,7 +221,7 @@ class _MQAKernel:
         key = (max_tokens, max_seqs)
         if key not in self._capacities:
             self._capacities[key] = MQACapacity(
-                num_heads=self._heads,
+                num_heads=self.num_heads,
                 block_m=self._config.block_m,
                 block_n=self._config.block_n,
                 num_programs=self._programs,
@@ -275,6 +285,9 @@ class _StaticTriton:
     def fits(self, work: MQAWork) -> bool:
         return True
 
+    def estimate_us(self, work: MQAWork) -> float:
+        return _estimate_us(work, self._kernel.num_heads, mixed=self._mixed)
+
     def place(self, buffer: torch.Tensor) -> None:
         self._launch = _Launch(self._kernel, self.work, buffer, self._capacity, True, None)
 
@@ -300,13 +313,16 @@ class _StaticTriton:
         """The work list holds no state between forwards."""
 
 
+def _estimate_us(work: MQAWork, num_heads: int, *, mixed: bool) -> float:
+    if mixed:
+        return absorbed_us(work, TRITON_MIXED, num_heads, max(1, TILE_ROWS // num_heads))
+    return absorbed_us(work, TRITON_PLAIN, num_heads)
+
+
 def _shared(work: MQAWork) -> list[SharedPass]:
-    """The passes of `find_shared`, in rows."""
+    """The passes over shared prefixes, in rows."""
     from kernels.triton.mqa_plan import SharedPass
 
-    if len(work.kv_lens) < 2:
-        return []
-    num_context = work.kv_lens - np.diff(work.cu_q)
-    found = find_shared(work.page_tables, num_context, work.page_size).passes
     size = work.page_size
-    return [SharedPass(p.members, p.first * size, p.last * size) for p in found]
+    passes = shared_in(work).passes if len(work.kv_lens) > 1 else []
+    return [SharedPass(p.members, p.first * size, p.last * size) for p in passes]
