@@ -146,7 +146,7 @@ class LLM:
                 check_ranges(own)
                 request = Request(
                     request_id=f"llm-{self._num_requests}",
-                    prompt=np.asarray(ids, dtype="<i4").tobytes(),
+                    prompt=ids.tobytes(),
                     params=own,
                     n=n,
                     namespace=cache_salt,
@@ -175,19 +175,20 @@ class LLM:
                 if jobs[output.request_id].take(output):
                     engine.abort(output.request_id, output.index, FinishReason.STOP)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            ids = np.asarray(prompt)
-            if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
-                raise InvalidRequest("prompts must be texts or lists of token ids", param="prompts")
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-                raise InvalidRequest("prompt has ids that no vocabulary has", param="prompts")
-            return [int(token_id) for token_id in ids]
-        if self.tokenizer is None:
-            raise InvalidRequest(
-                f"{self.info['model']} has no tokenizer: give token ids", param="prompts"
-            )
-        return self.tokenizer.encode_prompt(prompt)
+    def _encode(self, prompt: Prompt) -> np.ndarray:
+        """int32 [num tokens], little-endian. No Python work per token: prompts are long."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(
+                    f"{self.info['model']} has no tokenizer: give token ids", param="prompts"
+                )
+            return np.asarray(self.tokenizer.encode_prompt(prompt), dtype="<i4")
+        ids = np.asarray(prompt)
+        if ids.size and (ids.dtype.kind not in "iu" or ids.ndim != 1):
+            raise InvalidRequest("prompts must be texts or lists of token ids", param="prompts")
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+            raise InvalidRequest("prompt has ids that no vocabulary has", param="prompts")
+        return ids.astype("<i4")
 
     def _params(self, sampling: SamplingFields, num_prompt: int) -> SamplingParams:
         limit = int(self.info["max_model_len"])
