@@ -39,11 +39,11 @@ class KernelRates:
     pass_tiles: int = 1
 
 
-# Fitted by hand to 18 steps of 2 to 256 sequences on an H200 (tests/bench/gpu/bench_sharing.py).
-FLASHMLA_PLAIN = KernelRates(22.0, 0.0, 5600.0, 9500.0)
+# Fitted by hand to 32 steps of 1 to 256 sequences on an H200 (tests/bench/gpu/bench_sharing.py).
+FLASHMLA_PLAIN = KernelRates(16.0, 0.0, 5600.0, 9500.0)
 FLASHMLA_MIXED = KernelRates(45.0, 0.0, 5200.0, 9500.0)
-FLASHMLA_SHARED = KernelRates(45.0, 0.0, 4400.0, 9500.0, shares=True, pass_tiles=2)
-TRITON_PLAIN = KernelRates(14.0, 0.0, 5600.0, 7000.0)
+FLASHMLA_SHARED = KernelRates(42.0, 0.0, 4400.0, 9500.0, shares=True, pass_tiles=2)
+TRITON_PLAIN = KernelRates(25.0, 0.0, 3400.0, 100_000.0)
 TRITON_MIXED = KernelRates(32.0, 0.05, 2500.0, 38_000.0, shares=True)
 
 

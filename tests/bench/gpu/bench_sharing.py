@@ -4,8 +4,8 @@
 
 `us`: one layer's attention by each family that can take the step, as a graph replay with L2 cold
 (medians of 20); `estimates`: what `attention/absorbed_cost.py` expects; `chosen` is the family with
-the least estimate, `of_best` its time over that of the fastest; `of_apart`: the fastest that shares
-over the fastest that reads every sequence's rows for itself.
+the least estimate, `of_best` its time over that of the fastest. `plain` reads every sequence's rows
+for itself, `shared` and Triton's `mixed` read those that sequences share once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ class Case(NamedTuple):
 
 
 CASES = [
+    *(Case(batch, 1, 0, rows) for batch in (1, 4, 16, 64) for rows in (256, 1200, 4800)),
+    Case(1, 1, 0, 32_768),
+    Case(256, 1, 0, 1200),
     Case(1, 8, 131_072, 128),
     Case(1, 8, 32_768, 128),
     Case(1, 2, 131_072, 128),
@@ -112,13 +115,14 @@ def main() -> None:
     backend = make_backend(choose_backends(options.backend, setting), setting)
     pool = KVPool(KVLayout.of("bf16", latent=512, rope=64), 1, 1 << 15, PAGE, DEVICE)
     pool.layer(0).normal_()
-    families: dict[str, tuple[AttentionBackend, Family]] = {
-        "plain": (backend, "plain"),
-        "mixed": (backend, "mixed"),
-    }
     sharing: AttentionBackend = getattr(backend, "sharing", backend)
-    if sharing is not backend:
-        families |= {"shared": (backend, "shared"), "mixed_shared": (sharing, "mixed")}
+    pairs = {pair.name.rpartition(",")[2]: pair for pair in (backend, sharing)}
+    families: dict[str, tuple[AttentionBackend, Family]] = {
+        f"{name} {family}": (pair, family)
+        for name, pair in pairs.items()
+        for family in get_args(Family)
+        if name == "flashmla" or family != "shared"  # Triton's is its mixed one
+    }
     for case in CASES:
         batch = batch_of(case, pool.num_pages)
         work = work_of(batch)
@@ -130,8 +134,6 @@ def main() -> None:
                 static.refill(batch, work)
                 times[name] = measure(static, pair, pool, options.heads)
                 estimates[name] = static.estimate_us(work)
-        apart = min((times[n] for n in ("plain", "mixed") if n in times), default=float("nan"))
-        shared = min((times[name] for name in times if "shared" in name), default=float("nan"))
         chosen = min(estimates, key=lambda name: estimates[name])
         report(
             case=tuple(case),
@@ -139,7 +141,6 @@ def main() -> None:
             estimates={name: round(us, 1) for name, us in estimates.items()},
             chosen=chosen,
             of_best=times[chosen] / min(times.values()),
-            of_apart=shared / apart,
         )
 
 
