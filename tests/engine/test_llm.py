@@ -121,14 +121,14 @@ def test_what_cannot_be_served_raises_and_nothing_runs(llm: LLM) -> None:
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = llm.generate([7, 7, 7, 8], max_tokens=4, **GREEDY)
-    execute = llm.engine._runner.execute
+    execute = llm.engine._pipeline._runner.execute
 
     def interrupted(plan):
         if plan.chunks[0].is_decode:
             raise KeyboardInterrupt
         return execute(plan)
 
-    monkeypatch.setattr(llm.engine._runner, "execute", interrupted)
+    monkeypatch.setattr(llm.engine._pipeline._runner, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([7, 7, 7, 8], max_tokens=4, **GREEDY)
     monkeypatch.undo()
