@@ -20,7 +20,7 @@ import torch
 from radix_mla.attention.backend import Caps, MQAWork, Partial, Setting
 from radix_mla.attention.page_tables import DevicePageTables
 from radix_mla.attention.shared_prefix import find_shared
-from radix_mla.attention.upload import to_device
+from radix_mla.upload import to_device
 
 if TYPE_CHECKING:
     from radix_mla.attention.backends.triton import TritonBackend

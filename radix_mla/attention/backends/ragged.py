@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from radix_mla.attention.upload import pack_int32
+from radix_mla.upload import pack_int32
 
 if TYPE_CHECKING:
     from radix_mla.attention.backend import MHAWork
