@@ -48,20 +48,6 @@ def run_experts(
     return total
 
 
-def append_shared(
-    ids: torch.Tensor, weights: torch.Tensor, *, first: int, num_shared: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the shared experts first, first + 1, ... for every token, with weight 1.
-
-    ids int [T, k], weights fp32 [T, k]; returns both, [T, k + num_shared].
-    """
-    if not num_shared:
-        return ids, weights
-    shared = torch.arange(first, first + num_shared, dtype=ids.dtype).expand(len(ids), -1)
-    ones = weights.new_ones(len(ids), num_shared)
-    return torch.cat((ids, shared), dim=1), torch.cat((weights, ones), dim=1)
-
-
 def run_experts_(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -104,17 +90,3 @@ def run_experts_(
         return inner @ matrix(w_down, scale_down, expert).t()
 
     out += run_experts(x, ids, weights, num_experts=len(w_gate_up), mlp=mlp)
-
-
-def split_shared(
-    gate_up: torch.Tensor, down: torch.Tensor, num_shared: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One MLP of inner width S·I as S experts of width I, which are added up at weight 1.
-
-    gate_up [2·S·I, D] holds gate, then up; down [D, S·I]. Returns [S, 2·I, D] and [S, D, I], to be
-    appended to the routed experts as ids E .. E + S - 1 (`choose_experts(num_shared=S)`). Block
-    scales, [2·S·I/128, D/128] and [D/128, S·I/128], are split the same way.
-    """
-    both = gate_up.reshape(2, num_shared, -1, gate_up.shape[1])  # [2, S, I, D]
-    parts = down.reshape(len(down), num_shared, -1)  # [D, S, I]
-    return both.transpose(0, 1).flatten(1, 2), parts.transpose(0, 1).contiguous()

@@ -7,8 +7,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kernels.moe import append_shared
-
 
 def choose_experts(
     logits: torch.Tensor,
@@ -59,7 +57,10 @@ def choose_experts(
     if scale != 1.0:
         weights = weights * scale
     if num_shared:
-        ids, weights = append_shared(ids, weights, first=logits.shape[1], num_shared=num_shared)
+        first = logits.shape[1]
+        shared = torch.arange(first, first + num_shared, dtype=ids.dtype).expand(len(ids), -1)
+        ids = torch.cat((ids, shared), dim=1)
+        weights = torch.cat((weights, weights.new_ones(len(ids), num_shared)), dim=1)
     return weights, ids
 
 

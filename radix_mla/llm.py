@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
+from radix_mla.cache.retention import check_retention
 from radix_mla.config import EngineConfig
 from radix_mla.engine.outputs import SequenceOutput, TokenLogprobs
 from radix_mla.errors import ContextOverflow, InvalidRequest, RadixMlaError
@@ -129,13 +130,19 @@ class LLM:
         stop: Sequence[str] = (),
         cache_salt: str = "",
         cache_store: bool = True,
+        cache_ttl: float | None = None,
+        cache_priority: int = 0,
         **sampling: Unpack[SamplingFields],
     ) -> list[RequestOutput]:
         """One output a prompt, in order; all prompts run as one batch.
 
-        `params`, or fields of it as keywords. Raises RequestError for what cannot be served; then
-        none of the prompts runs. A request that fails in the engine has finish_reason "error".
+        `params`, or fields of it as keywords. `cache_ttl` (seconds, up to a day) and
+        `cache_priority` (0 to 10) ask that the rows be evicted after those of others; a time alone
+        is priority 1, a priority alone holds for an hour. Raises RequestError for what cannot be
+        served; then none of the prompts runs. A request that fails in the engine has finish_reason
+        "error".
         """
+        check_retention(cache_priority, cache_ttl)
         if params is not None and sampling:
             raise InvalidRequest("give params or its fields, not both", param="params")
         jobs: dict[str, _Job] = {}
@@ -151,6 +158,8 @@ class LLM:
                     n=n,
                     namespace=cache_salt,
                     store=cache_store,
+                    cache_ttl_s=cache_ttl or 0.0,
+                    cache_priority=cache_priority,
                     arrival_s=time.monotonic(),
                 )
                 self._num_requests += 1

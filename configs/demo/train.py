@@ -19,6 +19,7 @@ import mla
 import numpy as np
 import torch
 import torch.nn.functional as F
+import vocabulary
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -152,10 +153,10 @@ def prepare_data(folder: Path, out: Path, limit: int | None) -> list[Packed]:
     """Loose, strict and held-out tokens; makes the tokenizer first if OUT has none."""
     sets = corpus.read(folder, limit)
     if not (out / "tokenizer.json").exists():
-        corpus.train_tokenizer(sets[1][:40_000], mla.CONFIG["vocab_size"], out)
+        vocabulary.train_tokenizer(sets[1][:40_000], mla.CONFIG["vocab_size"], out)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    marks = [tokenizer.token_to_id(t) for t in (corpus.EOS, corpus.ROLES["assistant"])]
-    packed = [Packed(*corpus.encode(texts, tokenizer), *marks) for texts in sets]
+    marks = [tokenizer.token_to_id(t) for t in (vocabulary.EOS, vocabulary.ROLES["assistant"])]
+    packed = [Packed(*vocabulary.encode(texts, tokenizer), *marks) for texts in sets]
     for name, data in zip(("loose", "strict", "held out"), packed, strict=True):
         print(f"{name}: {len(data.lengths)} conversations, {len(data.ids)} tokens")
     return packed
@@ -164,7 +165,11 @@ def prepare_data(folder: Path, out: Path, limit: int | None) -> list[Packed]:
 def save(model: mla.Decoder, out: Path) -> None:
     """Writes the model in FP8 with its two configuration files."""
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    names = {"bos_token_id": corpus.BOS, "eos_token_id": corpus.EOS, "pad_token_id": corpus.PAD}
+    names = {
+        "bos_token_id": vocabulary.BOS,
+        "eos_token_id": vocabulary.EOS,
+        "pad_token_id": vocabulary.PAD,
+    }
     ids = {key: tokenizer.token_to_id(token) for key, token in names.items()}
     mla.save(model, mla.CONFIG | ids, out)
     text = json.dumps(ids | {"do_sample": False, "max_new_tokens": 512}, indent=2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from kernels.triton.fp8_gemm import quantize_groups
 from kernels.triton.gemv import direct_down_, direct_gate_up
@@ -74,39 +72,3 @@ def run_experts_(
         h, _ = gate_up(x, w_gate_up, tiles, top_k, plan.gate_up)
         rows = down(h, w_down, tiles, plan.down)
     weighted_sum_(out, rows, weights)
-
-
-@triton.jit
-def _append_kernel(
-    ids, weights, wide_ids, wide_weights, num, first,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, column = index // WIDTH, index % WIDTH
-    inside, routed = index < num, column < TOP_K
-    source = row * TOP_K + column
-    own = tl.load(ids + source, mask=inside & routed, other=0)
-    weight = tl.load(weights + source, mask=inside & routed, other=1.0)
-    tl.store(wide_ids + index, tl.where(routed, own, first + column - TOP_K), mask=inside)
-    tl.store(wide_weights + index, weight, mask=inside)
-
-
-def append_shared(
-    ids: torch.Tensor, weights: torch.Tensor, *, first: int, num_shared: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.moe.append_shared`; `choose_experts(num_shared=...)` does it without a launch.
-
-    ids int32 [T, k], weights fp32 [T, k], both contiguous; returns both [T, k + num_shared].
-    """
-    num_tokens, top_k = ids.shape
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
-    width = top_k + num_shared
-    wide_ids = ids.new_empty(num_tokens, width)
-    wide_weights = weights.new_empty(num_tokens, width)
-    if num_tokens:
-        _append_kernel[(triton.cdiv(num_tokens * width, 1024),)](
-            ids, weights, wide_ids, wide_weights, num_tokens * width, first,
-            TOP_K=top_k, WIDTH=width, BLOCK=1024,
-        )  # fmt: skip
-    return wide_ids, wide_weights

@@ -138,21 +138,14 @@ class MLAAttention(nn.Module):
         ctx: ForwardContext,
     ) -> None:
         """out [T, D] += attention of hidden [T, D]; `turns` of ctx.positions."""
-        assert self._weights is not None, "finalize() was not called after loading"
-        num_tokens, dims = hidden.shape[0], self.dims
-        down = self._down(hidden)
-        q, rows = down[:, : self._q_width], down[:, self._q_width :]  # rows [T, L + R]
-        if self._q_up is not None:
-            norm, q_b = self._q_up
-            q = q_b(norm(q))
-        q = q.view(num_tokens, dims.num_heads, dims.qk)
+        dims = self.dims
+        q, rows = self._project(hidden)
         turn_rows, turn_heads = turns
         rotate_(q[..., dims.nope :], turn_heads)
         rotate_(rows[:, dims.latent :], turn_rows)
         self._norm_latent_(rows[:, : dims.latent])
         rows = ctx.write(self.layer_idx, rows)
-        o = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
-        self._out.add_to(out, o.view(num_tokens, -1))
+        self._attend(out, q, rows, ctx)
 
     def add_to_fused(
         self,
@@ -162,14 +155,8 @@ class MLAAttention(nn.Module):
         ctx: ForwardContext,
     ) -> None:
         """As `add_to`; `turns` are cos and sin of ctx.positions, fp32 [T, R/2]."""
-        assert self._weights is not None, "finalize() was not called after loading"
-        num_tokens, dims = hidden.shape[0], self.dims
-        down = self._down(hidden)
-        q, rows = down[:, : self._q_width], down[:, self._q_width :]  # rows [T, L + R]
-        if self._q_up is not None:
-            norm, q_b = self._q_up
-            q = q_b(norm(q))
-        q = q.view(num_tokens, dims.num_heads, dims.qk)
+        dims = self.dims
+        q, rows = self._project(hidden)
         weight, eps = self._latent_norm
         cos, sin = turns
         norm_rope_write_(
@@ -182,5 +169,22 @@ class MLAAttention(nn.Module):
             ctx.pool.layer(self.layer_idx),
             ctx.slots,
         )
+        self._attend(out, q, rows, ctx)
+
+    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q [T, H, P + R], rows [T, L + R]) of hidden [T, D], not rotated and rows not normed."""
+        assert self._weights is not None, "finalize() was not called after loading"
+        down = self._down(hidden)
+        q, rows = down[:, : self._q_width], down[:, self._q_width :]
+        if self._q_up is not None:
+            norm, q_b = self._q_up
+            q = q_b(norm(q))
+        return q.view(len(hidden), self.dims.num_heads, self.dims.qk), rows
+
+    def _attend(
+        self, out: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, ctx: ForwardContext
+    ) -> None:
+        """out [T, D] += the output projection of q's attention; `rows` as they are stored."""
+        assert self._weights is not None
         o = ctx.attend(self.layer_idx, q, rows, self._weights, self.scale)  # [T, H, V]
-        self._out.add_to(out, o.view(num_tokens, -1))
+        self._out.add_to(out, o.view(len(o), -1))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from radix_mla.attention.upload import to_device
+from radix_mla.upload import to_device
 
 
 class DevicePageTables:

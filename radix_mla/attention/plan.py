@@ -14,8 +14,8 @@ import torch
 from radix_mla.attention.backend import MHAWork, MQAWork
 from radix_mla.attention.chunk_plan import ContextChunk, pack_whole, plan_chunks
 from radix_mla.attention.metadata import cumulative
-from radix_mla.attention.upload import to_device
 from radix_mla.cache.kv_pool import slots_of
+from radix_mla.upload import to_device
 
 if TYPE_CHECKING:
     from radix_mla.attention.forms import FormChooser

@@ -10,8 +10,8 @@ import numpy as np
 
 from radix_mla.cache.eviction import EvictionQueue
 from radix_mla.cache.lease import Lease
-from radix_mla.cache.radix_node import NOT_QUEUED, RadixNode
-from radix_mla.cache.radix_tree import RadixTree, walk
+from radix_mla.cache.radix_node import NOT_QUEUED, RadixNode, walk
+from radix_mla.cache.radix_tree import RadixTree
 from radix_mla.cache.retention import current, merged
 from radix_mla.cache.token_run import NO_PAGES, Int32Array
 from radix_mla.errors import AuditError
@@ -27,6 +27,7 @@ def expect(holds: bool, what: str) -> None:
 
 def audit_tree(tree: RadixTree, locks: Counter[RadixNode]) -> None:
     """Shape, counts and queue of the tree; `locks` says who holds how many locks on which node."""
+    nodes = tree.nodes
     seen: set[RadixNode] = set()
     num_nodes = num_tokens = num_evictable = num_protected = num_queued = 0
     for root in tree.namespaces.roots():
@@ -45,12 +46,12 @@ def audit_tree(tree: RadixTree, locks: Counter[RadixNode]) -> None:
                 num_nodes += 1
                 num_tokens += node.num_tokens
     expect(locks.keys() <= seen, "a lock on a lost node")
-    expect(num_nodes == tree.num_nodes, f"{num_nodes} nodes, counted {tree.num_nodes}")
-    expect(num_tokens == tree.num_tokens, f"{num_tokens} tokens, counted {tree.num_tokens}")
-    expect(num_evictable == tree.num_evictable_pages, "evictable pages miscounted")
-    expect(num_protected == tree.num_protected_pages, "protected pages miscounted")
-    expect(num_queued == len(tree.queue), "queued leaves miscounted")
-    _audit_queue(tree.queue)
+    expect(num_nodes == nodes.num_nodes, f"{num_nodes} nodes, counted {nodes.num_nodes}")
+    expect(num_tokens == nodes.num_tokens, f"{num_tokens} tokens, counted {nodes.num_tokens}")
+    expect(num_evictable == nodes.num_evictable_pages, "evictable pages miscounted")
+    expect(num_protected == nodes.num_protected_pages, "protected pages miscounted")
+    expect(num_queued == len(nodes.queue), "queued leaves miscounted")
+    _audit_queue(nodes.queue)
 
 
 def _audit_queue(queue: EvictionQueue) -> None:

@@ -70,6 +70,7 @@ class PrefixCache:
         self.page_size = page_size
         self.evicted_tokens: Counter[str] = Counter(capacity=0, flush=0, duplicate=0)
         self._tree = RadixTree(page_size, policy if policy is not None else LRU())
+        self._nodes = self._tree.nodes
         self._allocator = PageAllocator(num_pages)
         self._ghost = Ghost(seed=secrets.randbits(64) if seed is None else seed)
         self._leases: set[Lease] = set()
@@ -177,8 +178,8 @@ class PrefixCache:
         self.evicted_tokens["duplicate"] += len(duplicates) * self.page_size
         freed = [duplicates, result.dropped]
         if result.node is not lease.node:
-            self._tree.lock(result.node)
-            freed.append(self._tree.unlock(lease.node, self._keeps(lease)))
+            self._nodes.lock(result.node)
+            freed.append(self._nodes.unlock(lease.node, self._keeps(lease)))
             lease.node = result.node
         return freed
 
@@ -189,17 +190,17 @@ class PrefixCache:
         self._leases.remove(lease)
         freed = [lease.page_table[lease.num_tree_pages :]]
         freed += self._unlock_source(lease)
-        freed.append(self._tree.unlock(lease.node, self._keeps(lease)))
+        freed.append(self._nodes.unlock(lease.node, self._keeps(lease)))
         self._free(freed)
 
     def _unlock_source(self, lease: Lease) -> list[Int32Array]:
         if lease.source is None:
             return []
         source, lease.source, lease.copy_pending = lease.source, None, False
-        return [self._tree.unlock(source, self._keeps(lease))]
+        return [self._nodes.unlock(source, self._keeps(lease))]
 
     def _keeps(self, lease: Lease) -> Keeps:
-        return lease.retention.keeps(self._tree.queue.now_s)
+        return lease.retention.keeps(self._nodes.queue.now_s)
 
     def _free(self, freed: list[Int32Array]) -> None:
         for pages in freed:
@@ -213,17 +214,17 @@ class PrefixCache:
 
     def set_time(self, now_s: float) -> None:
         """What counts as now in retention, until the next call; before the first one it is 0."""
-        self._tree.queue.advance(now_s)
+        self._nodes.queue.advance(now_s)
 
     def available_pages(self) -> int:
         """Pages that a grow can get: free and evictable."""
-        return self._allocator.num_free + self._tree.num_evictable_pages
+        return self._allocator.num_free + self._nodes.num_evictable_pages
 
     def evict(self, num_pages: int) -> int:
         """Frees up to `num_pages` evictable pages; returns how many."""
-        num_tokens = self._tree.num_tokens
-        pages = self._tree.evict(num_pages)
-        self.evicted_tokens["capacity"] += num_tokens - self._tree.num_tokens
+        num_tokens = self._nodes.num_tokens
+        pages = self._nodes.evict(num_pages)
+        self.evicted_tokens["capacity"] += num_tokens - self._nodes.num_tokens
         self._allocator.free(pages)
         return len(pages)
 
@@ -235,7 +236,7 @@ class PrefixCache:
         names = self._tree.namespaces.names if namespace is None else [namespace]
         num_tokens = 0
         for name in names:
-            detached = self._tree.detach(name)
+            detached = self._nodes.detach(name)
             num_tokens += detached.num_tokens
             self._allocator.free(detached.pages)
         self.evicted_tokens["flush"] += num_tokens
@@ -249,11 +250,11 @@ class PrefixCache:
 
     @property
     def num_nodes(self) -> int:
-        return self._tree.num_nodes
+        return self._nodes.num_nodes
 
     @property
     def num_cached_tokens(self) -> int:
-        return self._tree.num_tokens
+        return self._nodes.num_tokens
 
     @property
     def num_namespaces(self) -> int:
@@ -261,8 +262,8 @@ class PrefixCache:
 
     def counts(self) -> CacheCounts:
         """Pages by state, O(1)."""
-        free, tree = self._allocator.num_free, self._tree
-        evictable, protected = tree.num_evictable_pages, tree.num_protected_pages
+        free, nodes = self._allocator.num_free, self._nodes
+        evictable, protected = nodes.num_evictable_pages, nodes.num_protected_pages
         private = self.num_pages - free - evictable - protected
         return CacheCounts(self.num_pages, free, evictable, protected, private, 0)
 

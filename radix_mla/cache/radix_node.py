@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from radix_mla.cache.child_index import ChildIndex
@@ -96,9 +97,37 @@ class RadixNode:
         stop = min(offset + self.run.page_size, self.num_tokens)
         return self.run.tokens[self.offset + offset : self.offset + stop].tobytes()
 
+    def cut(self, num_tokens: int) -> RadixNode:
+        """Cuts at a page border: returns a new node for the upper part, stays the lower one."""
+        parent, key = self.parent, self.key
+        assert parent is not None
+        upper = RadixNode(parent, self.run, self.offset, num_tokens, created=self.created)
+        upper.last_access = self.last_access
+        upper.keeps = self.keeps
+        upper.lock_ref = 1 if self.lock_ref else 0
+        upper.next = self
+        upper.children.add(self.key_at(num_tokens), self)
+        parent.children.replace(key, upper)
+        if parent.next is self:
+            parent.next = upper
+        self.parent = upper
+        self.start += num_tokens
+        self.offset += num_tokens
+        self.num_tokens -= num_tokens
+        return upper
+
     def inherit(self, child: RadixNode, now_s: float) -> None:
         """Takes over the accesses of a child that is being removed."""
         self.last_access = max(self.last_access, child.last_access)
         self.num_hits += child.num_hits
         if child.keeps:
             self.keeps = merged(self.keeps, child.keeps, now_s)
+
+
+def walk(root: RadixNode) -> Iterator[RadixNode]:
+    """All nodes below and including `root`, parents before children."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.children)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from radix_mla.errors import InvalidRequest
+
 MAX_RANK = 10
 MAX_TTL_S = 86_400.0
 DEFAULT_TTL_S = 3_600.0
@@ -45,6 +47,19 @@ class Retention(NamedTuple):
 
 
 NO_RETENTION = Retention()
+
+
+def check_retention(priority: int, ttl_s: float | None) -> None:
+    """Raises InvalidRequest for values out of range. (The server's schemas refuse them too.)"""
+    if not 0 <= priority <= MAX_RANK:
+        raise InvalidRequest(
+            f"cache_priority is {priority}, not in 0 to {MAX_RANK}", param="cache_priority"
+        )
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequest(
+            f"cache_ttl is {ttl_s}, not above 0 and up to {MAX_TTL_S:.0f} seconds",
+            param="cache_ttl",
+        )
 
 
 def merged(keeps: Keeps, more: Keeps, now_s: float) -> Keeps:

@@ -9,63 +9,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from radix_mla.engine.outputs import EngineStats
-from radix_mla.engine.step import StepPlan, StepResult
-from radix_mla.errors import AuditError, EngineError, InvalidRequest
+from radix_mla.engine.pipeline import Done, Pipeline, Runner, TokenSampler
+from radix_mla.errors import AuditError, InvalidRequest
 from radix_mla.request import FinishReason, Grammar, Request
 from radix_mla.sampling.constraint import Constraint
 from radix_mla.sampling.grammar import CompiledGrammar, GrammarCompiler
-from radix_mla.scheduler.batch import Sampled, Scheduled, Work
 from radix_mla.scheduler.lifecycle import Events
 from radix_mla.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    import torch
-
     from radix_mla.cache.prefix_cache import PrefixCache
 
-_MAX_FAILED_STEPS = 5  # in a row; then the engine itself is taken to be broken
 _AUDIT_EVERY_S = 10.0
 _COMPILE_POLL_S = 0.002  # how long a step waits that has nothing else to do than wait for grammars
-
-
-class Runner(Protocol):
-    """Runs one step's forward pass. `drawn`: the tokens of a plan with `drawn_rows`."""
-
-    def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult: ...
-
-
-class Queued(Protocol):
-    """A step's tokens, drawn on the device: `tokens` there, `wait` for them here."""
-
-    tokens: torch.Tensor
-
-    def wait(self) -> list[Sampled]: ...
-
-
-class TokenSampler(Protocol):
-    """Makes tokens of a step's logits; a failure of one sequence is its Sampled.error."""
-
-    def sample(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]: ...
-
-    def can_queue(self, work: Items[Work]) -> bool:
-        """Whether `queue` takes these."""
-
-    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> Queued:
-        """`sample` without waiting; `ahead`: the sequences do not have their last token yet."""
-
-
-class _InFlight(NamedTuple):
-    """A step that was queued; its tokens are `sampled`, or are still being drawn."""
-
-    scheduled: Scheduled
-    result: StepResult
-    sampled: list[Sampled] | Queued
 
 
 class Engine:
@@ -84,23 +45,17 @@ class Engine:
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`overlap`: the runner only queues steps, in order; then plain decode steps are queued
-        before the one in front of them is waited for.
-        """
+        """`overlap`: as for the `Pipeline`."""
         self.info = info or {}
-        self._overlap = overlap
-        self._ahead: _InFlight | None = None
         self.cache = cache
         self.scheduler = scheduler
-        self._runner = runner
-        self._sampler = sampler
+        self._pipeline = Pipeline(scheduler, runner, sampler, overlap=overlap)
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._compiling: dict[str, Future[CompiledGrammar]] = {}  # by request id
         self._clock = clock
         self._stats = EngineStats(kv_slots_total=cache.num_pages * cache.page_size)
         self._paths: Counter[str] = Counter()
-        self._failed_steps = 0
         self._audited_step = 0
         self._audited_s = clock()
 
@@ -137,7 +92,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._ahead is not None
+        return self.scheduler.has_work or self._pipeline.has_work
 
     @property
     def num_steps(self) -> int:
@@ -154,18 +109,13 @@ class Engine:
         begin = self._clock()
         if self._compiling:
             self._take_compiled()
-        current, self._ahead = self._ahead, None
-        if current is None:
-            scheduled = self.scheduler.schedule(begin)
-            if not scheduled.work:
-                if self._compiling:
-                    wait(self._compiling.values(), _COMPILE_POLL_S, FIRST_COMPLETED)
-                return self.scheduler.take_events()
-            current = self._queue(scheduled)
-        if current is not None:
-            self._ahead = self._queue_next(current, begin)
-            is_done = self._finish(current)
-            self._count(current.scheduled, current.result if is_done else None, begin)
+        if not self._pipeline.start(begin):
+            if self._compiling:
+                wait(self._compiling.values(), _COMPILE_POLL_S, FIRST_COMPLETED)
+            return self.scheduler.take_events()
+        done = self._pipeline.finish(begin, go_ahead=not self._compiling)
+        if done is not None:
+            self._count(done, begin)
         return self.scheduler.take_events()
 
     def take_events(self) -> Events:
@@ -189,68 +139,18 @@ class Engine:
             else:
                 self.scheduler.reject(request_id, error)
 
-    def _queue(self, scheduled: Scheduled, before: _InFlight | None = None) -> _InFlight | None:
-        """Runs a step as far as it goes without waiting for the device; None: it failed.
-
-        `before`: the step in front of it, for one that was planned ahead.
-        """
-        sampler = self._sampler
-        try:
-            if before is None:
-                result = self._runner.execute(scheduled.plan)
-            else:
-                assert not isinstance(before.sampled, list), "nothing to go ahead of"
-                result = self._runner.execute(scheduled.plan, before.sampled.tokens)
-            is_ahead = before is not None  # of sequences that were queued: they can be again
-            if is_ahead or (self._overlap and sampler.can_queue(scheduled.work)):
-                sampled = sampler.queue(result.logits, scheduled.work, ahead=is_ahead)
-                return _InFlight(scheduled, result, sampled)
-            return _InFlight(scheduled, result, sampler.sample(result.logits, scheduled.work))
-        except Exception as error:
-            self._fail(scheduled, error)
-            return None
-
-    def _queue_next(self, current: _InFlight, now: float) -> _InFlight | None:
-        """The step after `current`, if it can be queued before `current` is waited for."""
-        if isinstance(current.sampled, list) or self._compiling:
-            return None
-        scheduled = self.scheduler.schedule_ahead(current.scheduled, now)
-        return None if scheduled is None else self._queue(scheduled, current)
-
-    def _finish(self, step: _InFlight) -> bool:
-        """Waits for a step and books it; whether it ran."""
-        try:
-            sampled = step.sampled if isinstance(step.sampled, list) else step.sampled.wait()
-            rows_finite = step.result.rows_finite
-        except Exception as error:
-            self._fail(step.scheduled, error)
-            return False
-        self.scheduler.postprocess(step.scheduled, rows_finite, sampled)
-        self._failed_steps = 0
-        return True
-
-    def _fail(self, scheduled: Scheduled, error: Exception) -> None:
-        """A step that raises fails its sequences only. Raises EngineError if that is no help."""
-        self.scheduler.fail_step(scheduled, error)
-        self._failed_steps += 1
-        if self._failed_steps >= _MAX_FAILED_STEPS or _is_device_error(error):
-            raise EngineError(
-                f"{self._failed_steps} steps in a row failed, the last one with "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _count(self, scheduled: Scheduled, result: StepResult | None, begin_s: float) -> None:
+    def _count(self, done: Done, begin_s: float) -> None:
         stats, step_s = self._stats, self._clock() - begin_s
         stats.num_steps += 1
         stats.step_s += step_s
         stats.last_step_s = step_s
-        if not all(work.is_decode for work in scheduled.work):
+        if not all(work.is_decode for work in done.scheduled.work):
             stats.last_prefill_step_s = step_s
-        if result is not None:
+        if done.result is not None:
             # With overlap the device works on this step while the host does something else.
-            stats.step_host_s += max(0.0, step_s - result.forward_s)
-            stats.prefill_context_chunks += result.num_context_chunks
-            self._paths.update(result.paths)
+            stats.step_host_s += max(0.0, step_s - done.result.forward_s)
+            stats.prefill_context_chunks += done.result.num_context_chunks
+            self._paths.update(done.result.paths)
 
     def prepare(self) -> None:
         """Gets ready, in the background, for what requests have not asked for yet; idempotent."""
@@ -306,10 +206,3 @@ class Engine:
         total = counts.pop("total")
         assert total == self.cache.num_pages
         return {state: pages * self.cache.page_size for state, pages in counts.items()}
-
-
-def _is_device_error(error: BaseException) -> bool:
-    """A GPU that has reported an error runs nothing more in this process."""
-    return type(error).__name__ in ("AcceleratorError", "OutOfMemoryError") or (
-        isinstance(error, RuntimeError) and "CUDA error" in str(error)
-    )

@@ -20,12 +20,12 @@ from radix_mla.attention.metadata import RaggedBatch
 from radix_mla.attention.mla import mla_dims
 from radix_mla.attention.plan import plan_attention
 from radix_mla.attention.select import choose_backends, make_backend, setting_of
-from radix_mla.attention.upload import Readback, to_device
 from radix_mla.attention.workspace import Workspace
 from radix_mla.cache.kv_layout import KVLayout
 from radix_mla.cache.kv_pool import KVPool
 from radix_mla.engine.captured import MAX_TOKENS, CapturedSteps, StepOutputs
 from radix_mla.engine.step import Chunk, StepPlan, StepResult
+from radix_mla.upload import Readback, to_device
 
 if TYPE_CHECKING:
     from radix_mla.attention.plan import AttentionPlan

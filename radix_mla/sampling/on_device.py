@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from radix_mla.attention.upload import Readback
 from radix_mla.sampling.penalties import changes_logits
+from radix_mla.upload import Readback
 
 if TYPE_CHECKING:
     from radix_mla.scheduler.batch import Work

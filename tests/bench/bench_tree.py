@@ -99,7 +99,7 @@ def match_cases(page_size: int) -> Iterator[tuple[str, list[float]]]:
         for end in range(SEGMENT, length + 1, SEGMENT):
             insert(grown, tokens[:end])
         yield (
-            f"match {length}, grown by {SEGMENT} ({grown.num_nodes} nodes)",
+            f"match {length}, grown by {SEGMENT} ({grown.nodes.num_nodes} nodes)",
             timed(lambda: grown.match(tokens), 200),  # noqa: B023
         )
         for one_run in (True, False):
@@ -124,8 +124,8 @@ def lookup_cases(page_size: int) -> Iterator[tuple[str, list[float]]]:
         insert(tree, tokens)
         paths[length] = tokens
     filler = random_tokens(16 * 100_000, 3).reshape(-1, 16)
-    while tree.num_nodes < 100_000:
-        insert(tree, filler[tree.num_nodes])
+    while tree.nodes.num_nodes < 100_000:
+        insert(tree, filler[tree.nodes.num_nodes])
     if page_size > 1:
         query = np.zeros(page_size, dtype=np.int32)
         wide = RadixTree(page_size, LRU())
@@ -157,11 +157,11 @@ def evict_cases(page_size: int) -> Iterator[tuple[str, list[float]]]:
         keys = random_tokens(16 * leaves, 2).reshape(-1, 16)
         for key in keys:
             insert(tree, key)
-        yield f"evict one page, {leaves} leaves", timed(lambda: tree.evict(1), 900)  # noqa: B023
+        yield f"evict one page, {leaves} leaves", timed(lambda: tree.nodes.evict(1), 900)  # noqa: B023
     tree = RadixTree(page_size, LRU())
     for key in random_tokens(128 * 10_000, 2).reshape(-1, 128):
         insert(tree, key)
-    yield "drain 1.28M tokens of 128-token leaves", timed(lambda: tree.evict(1 << 30), 1)
+    yield "drain 1.28M tokens of 128-token leaves", timed(lambda: tree.nodes.evict(1 << 30), 1)
 
 
 def lock_cases(page_size: int) -> Iterator[tuple[str, list[float]]]:
@@ -173,8 +173,8 @@ def lock_cases(page_size: int) -> Iterator[tuple[str, list[float]]]:
         assert node is not None
 
         def lock_and_unlock() -> None:
-            tree.lock(node)  # noqa: B023
-            tree.unlock(node)  # noqa: B023
+            tree.nodes.lock(node)  # noqa: B023
+            tree.nodes.unlock(node)  # noqa: B023
 
         yield f"lock and unlock, depth {depth}", timed(lock_and_unlock, 500)
 

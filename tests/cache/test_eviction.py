@@ -62,17 +62,17 @@ class EvictionRun:
         rest = slice(match.num_tokens, None)
         result = self.tree.insert_after(pinned.node, _array(path[rest]), _array(pages[rest]))
         self.model.access(path, pages)
-        self.tree.lock(result.node)
-        self.tree.unlock(pinned.node)
+        self.tree.nodes.lock(result.node)
+        self.tree.nodes.unlock(pinned.node)
         self.locked.append((result.node, path))
         while len(self.locked) > 3:
             node, path = self.locked.pop(self.rng.randrange(len(self.locked)))
-            self.tree.unlock(node)
+            self.tree.nodes.unlock(node)
             self.model.access(path)
 
     def evict_one(self) -> None:
         locked = {path[:end] for _, path in self.locked for end in range(1, len(path) + 1)}
-        assert self.tree.evict(1).tolist() == [self.model.evict(locked)]
+        assert self.tree.nodes.evict(1).tolist() == [self.model.evict(locked)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -80,8 +80,8 @@ def test_r10_order_equals_naive_lru(seed: int) -> None:
     run = EvictionRun(seed)
     for step in range(400):
         run.request()
-        while run.tree.num_evictable_pages > 40 or (
-            step % 50 == 49 and run.tree.num_evictable_pages
+        while run.tree.nodes.num_evictable_pages > 40 or (
+            step % 50 == 49 and run.tree.nodes.num_evictable_pages
         ):
             run.evict_one()
 
@@ -97,21 +97,21 @@ def _leaves(count: int, policy: EvictionPolicy | None = None, length: int = 16) 
 def test_fifo_takes_the_oldest() -> None:
     tree = _leaves(3, FIFO())
     pinned = tree.pin(tree.match(np.arange(16, dtype=np.int32)))
-    tree.unlock(pinned.node)
-    assert tree.evict(16).tolist() == list(range(16))
+    tree.nodes.unlock(pinned.node)
+    assert tree.nodes.evict(16).tolist() == list(range(16))
 
 
 def test_lfu_takes_the_least_used() -> None:
     tree = _leaves(3, LFU())
     for leaf in (0, 0, 1, 2, 2):
         pinned = tree.pin(tree.match(leaf * 16 + np.arange(16, dtype=np.int32)))
-        tree.unlock(pinned.node)
-    assert tree.evict(16).tolist() == list(range(16, 32))
+        tree.nodes.unlock(pinned.node)
+    assert tree.nodes.evict(16).tolist() == list(range(16, 32))
 
 
 def test_the_last_leaf_is_trimmed_from_its_end() -> None:
     tree = _leaves(3)
-    assert sorted(tree.evict(20).tolist()) == [*range(16), *range(28, 32)]
+    assert sorted(tree.nodes.evict(20).tolist()) == [*range(16), *range(28, 32)]
     assert tree.match(16 + np.arange(16, dtype=np.int32)).num_tokens == 12
     assert tree.match(32 + np.arange(16, dtype=np.int32)).num_tokens == 16
 
@@ -119,18 +119,18 @@ def test_the_last_leaf_is_trimmed_from_its_end() -> None:
 def test_a_partial_page_is_trimmed_first_and_whole() -> None:
     tree = RadixTree(4, LRU())
     tree.insert(np.arange(10, dtype=np.int32), np.arange(3, dtype=np.int32))
-    assert tree.evict(1).tolist() == [2]
-    assert (tree.num_tokens, tree.match(np.arange(10, dtype=np.int32)).num_tokens) == (8, 8)
+    assert tree.nodes.evict(1).tolist() == [2]
+    assert (tree.nodes.num_tokens, tree.match(np.arange(10, dtype=np.int32)).num_tokens) == (8, 8)
 
 
 def test_a_parent_goes_after_its_last_child() -> None:
     tree = RadixTree(1, LRU())
     for tokens in ([1, 2, 3], [1, 2, 4]):
         tree.insert(_array(tokens), _array([token * 10 + tokens[-1] for token in tokens]))
-    assert tree.evict(1).tolist() == [33]
-    assert tree.evict(1).tolist() == [44]
-    assert sorted(tree.evict(9).tolist()) == [13, 23]
-    assert tree.evict(1).tolist() == []
+    assert tree.nodes.evict(1).tolist() == [33]
+    assert tree.nodes.evict(1).tolist() == [44]
+    assert sorted(tree.nodes.evict(9).tolist()) == [13, 23]
+    assert tree.nodes.evict(1).tolist() == []
 
 
 def test_r10_heap_work_a_victim_does_not_grow_with_the_leaves(
@@ -154,7 +154,7 @@ def test_r10_heap_work_a_victim_does_not_grow_with_the_leaves(
         tree = _leaves(leaves)
         calls.clear()
         for _ in range(800):
-            assert len(tree.evict(1)) == 1
+            assert len(tree.nodes.evict(1)) == 1
         counts.append(len(calls))
     assert counts[0] == counts[1] <= 800 // 16
 
@@ -164,7 +164,7 @@ def test_stale_entries_are_swept_out() -> None:
     match = tree.match(np.arange(16, dtype=np.int32))
     for _ in range(5000):
         pinned = tree.pin(match)
-        tree.unlock(pinned.node)
-    assert tree.queue.num_entries < 100
-    assert len(tree.queue) == 10
-    assert len(tree.evict(1000)) == 160
+        tree.nodes.unlock(pinned.node)
+    assert tree.nodes.queue.num_entries < 100
+    assert len(tree.nodes.queue) == 10
+    assert len(tree.nodes.evict(1000)) == 160

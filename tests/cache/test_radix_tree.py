@@ -10,8 +10,8 @@ import pytest
 from radix_mla.cache import match as match_module
 from radix_mla.cache.audit import audit_tree
 from radix_mla.cache.eviction import LRU
-from radix_mla.cache.radix_node import RadixNode
-from radix_mla.cache.radix_tree import Insert, RadixTree, walk
+from radix_mla.cache.radix_node import RadixNode, walk
+from radix_mla.cache.radix_tree import Insert, RadixTree
 from radix_mla.errors import AuditError, LeaseError
 
 PAGES = pytest.mark.parametrize("page", [1, 16, 64])
@@ -22,6 +22,7 @@ class PagedTree:
 
     def __init__(self, page_size: int) -> None:
         self.tree = RadixTree(page_size, LRU())
+        self.nodes = self.tree.nodes
         self.next_page = 0
 
     def insert(self, tokens: object, namespace: str = "") -> tuple[Insert, np.ndarray]:
@@ -56,13 +57,13 @@ def test_r04_keys_of_every_length(page: int, num_pages: int, extra: int) -> None
     paged, tokens = PagedTree(page), np.arange(length)
     result, pages = paged.insert(tokens)
     assert (result.num_matched, result.num_owned) == (0, len(pages))
-    assert paged.hit(tokens) == paged.tree.num_tokens == length
+    assert paged.hit(tokens) == paged.nodes.num_tokens == length
     assert paged.hit(np.append(tokens, 99)) == length
     assert paged.hit(tokens[: length // 2]) == length // 2
     again, _ = paged.insert(tokens)
-    assert (again.num_matched, paged.tree.num_tokens) == (length, length)
-    assert sorted(paged.tree.evict(1000)) == sorted(pages)
-    assert (paged.tree.num_tokens, paged.tree.num_nodes, paged.hit(tokens)) == (0, 0, 0)
+    assert (again.num_matched, paged.nodes.num_tokens) == (length, length)
+    assert sorted(paged.nodes.evict(1000)) == sorted(pages)
+    assert (paged.nodes.num_tokens, paged.nodes.num_nodes, paged.hit(tokens)) == (0, 0, 0)
     paged.audit()
 
 
@@ -78,10 +79,10 @@ def test_match_of_nothing(page: int) -> None:
 def test_match_reads_only(page: int) -> None:
     paged = PagedTree(page)
     paged.insert(np.arange(200))
-    before = (paged.tree.num_nodes, paged.tree.queue.num_entries, paged.tree._clock)
+    before = (paged.nodes.num_nodes, paged.nodes.queue.num_entries, paged.nodes.clock)
     for length in range(0, 200, 7):
         assert paged.hit([*range(length), 9999]) == length
-    assert before == (paged.tree.num_nodes, paged.tree.queue.num_entries, paged.tree._clock)
+    assert before == (paged.nodes.num_nodes, paged.nodes.queue.num_entries, paged.nodes.clock)
 
 
 @PAGES
@@ -110,7 +111,7 @@ def test_a_chain_in_one_run_is_one_compare(monkeypatch: pytest.MonkeyPatch) -> N
         match_module, "common_prefix", lambda a, b: compares.append(1) or original(a, b)
     )
     assert paged.hit(base) == len(base)
-    assert paged.tree.num_nodes >= 390
+    assert paged.nodes.num_nodes >= 390
     assert len(compares) == 1
 
 
@@ -147,11 +148,11 @@ def test_a_shorter_partial_leaf_is_replaced() -> None:
     _, first = paged.insert([1, 2, 3])
     result, _ = paged.insert([1, 2, 3, 4])
     assert result.dropped.tolist() == first.tolist()
-    assert (paged.tree.num_nodes, paged.tree.num_tokens) == (1, 4)
+    assert (paged.nodes.num_nodes, paged.nodes.num_tokens) == (1, 4)
     result, _ = paged.insert([1, 2])
     assert (result.num_matched, result.num_owned) == (2, 0)
     paged.insert([1, 2, 9])
-    assert paged.tree.num_nodes == 2
+    assert paged.nodes.num_nodes == 2
 
 
 def test_r02_lock_covers_the_node_itself() -> None:
@@ -163,17 +164,17 @@ def test_r02_lock_covers_the_node_itself() -> None:
     b = paged.insert([1, 2, 3, 4])[0].node
     parent = b.parent
     assert parent is not None
-    paged.tree.lock(b)
+    paged.nodes.lock(b)
     paged.audit(b)
-    paged.tree.evict(100)
+    paged.nodes.evict(100)
     paged.audit(b)
     assert paged.hit([1, 2, 3, 4]) == 4
     assert paged.hit([1, 2, 3, 5]) == 3
-    paged.tree.unlock(b)
+    paged.nodes.unlock(b)
     assert (b.lock_ref, parent.lock_ref) == (0, 0)
-    assert len(paged.tree.evict(100)) == 4
+    assert len(paged.nodes.evict(100)) == 4
     with pytest.raises(LeaseError):
-        paged.tree.unlock(b)
+        paged.nodes.unlock(b)
 
 
 def test_r02_lock_of_a_match_inside_an_edge() -> None:
@@ -181,11 +182,11 @@ def test_r02_lock_of_a_match_inside_an_edge() -> None:
     paged.insert(np.arange(10))
     pinned = paged.tree.pin(paged.tree.match(np.arange(4, dtype=np.int32)))
     paged.audit(pinned.node)
-    assert len(paged.tree.evict(100)) == 6
+    assert len(paged.nodes.evict(100)) == 6
     assert paged.hit(np.arange(10)) == 4
-    paged.tree.unlock(pinned.node)
+    paged.nodes.unlock(pinned.node)
     paged.audit()
-    assert len(paged.tree.evict(100)) == 4
+    assert len(paged.nodes.evict(100)) == 4
 
 
 def test_locks_on_one_path_are_counted() -> None:
@@ -195,14 +196,14 @@ def test_locks_on_one_path_are_counted() -> None:
     left = paged.insert([1, 2, 3])[0].node
     right = paged.insert([1, 2, 4])[0].node
     for node in (left, left, right):
-        paged.tree.lock(node)
+        paged.nodes.lock(node)
     paged.audit(left, left, right)
-    assert paged.tree.num_protected_pages == 4
-    paged.tree.unlock(left)
-    paged.tree.unlock(right)
+    assert paged.nodes.num_protected_pages == 4
+    paged.nodes.unlock(left)
+    paged.nodes.unlock(right)
     paged.audit(left)
-    assert (paged.tree.num_protected_pages, paged.tree.num_evictable_pages) == (3, 1)
-    paged.tree.unlock(left)
+    assert (paged.nodes.num_protected_pages, paged.nodes.num_evictable_pages) == (3, 1)
+    paged.nodes.unlock(left)
     paged.audit()
 
 
@@ -211,10 +212,10 @@ def test_r11_memory_follows_live_tokens() -> None:
     for depth in range(0, 10_000, 50):
         paged.insert(np.concatenate([prefix[:depth], 20_000 + depth + np.arange(100)]))
     paged.insert(prefix)
-    while paged.tree.num_tokens > 1000:
-        paged.tree.evict(100)
+    while paged.nodes.num_tokens > 1000:
+        paged.nodes.evict(100)
         paged.audit()
-        live = paged.tree.num_tokens
+        live = paged.nodes.num_tokens
         held = sum(run.num_bytes for run in _runs(paged.tree))
         assert held <= 3 * live * (4 + 4 / 16) + 4096
 
@@ -259,9 +260,9 @@ def test_namespaces_leave_with_their_last_node() -> None:
     for salt in range(1000):
         paged.insert(np.arange(4), str(salt))
         if salt >= 10:
-            paged.tree.evict(1)
+            paged.nodes.evict(1)
     assert len(paged.tree.namespaces.names) == 10
-    paged.tree.evict(1000)
+    paged.nodes.evict(1000)
     assert paged.tree.namespaces.names == []
     paged.audit()
 
@@ -269,9 +270,9 @@ def test_namespaces_leave_with_their_last_node() -> None:
 def test_a_closed_namespace_does_not_close_its_successor() -> None:
     paged = PagedTree(4)
     closed = paged.insert([])[0].node
-    paged.tree.lock(closed)
+    paged.nodes.lock(closed)
     paged.insert([1, 2, 3])
-    paged.tree.unlock(closed)
+    paged.nodes.unlock(closed)
     assert paged.hit([1, 2, 3]) == 3
     paged.audit()
 
@@ -280,7 +281,7 @@ def test_a_closed_namespace_does_not_close_its_successor() -> None:
 def test_audit_finds_a_wrong_count(counter: str) -> None:
     paged = PagedTree(4)
     paged.insert(range(10))
-    setattr(paged.tree, counter, getattr(paged.tree, counter) + 1)
+    setattr(paged.nodes, counter, getattr(paged.nodes, counter) + 1)
     with pytest.raises(AuditError, match="counted"):
         paged.audit()
 
@@ -288,6 +289,6 @@ def test_audit_finds_a_wrong_count(counter: str) -> None:
 def test_audit_finds_a_lock_that_nobody_holds() -> None:
     paged = PagedTree(4)
     paged.insert(range(10))
-    paged.tree.lock(paged.tree.match(np.arange(10, dtype=np.int32), "").node)
+    paged.nodes.lock(paged.tree.match(np.arange(10, dtype=np.int32), "").node)
     with pytest.raises(AuditError, match="lock count"):
         paged.audit()

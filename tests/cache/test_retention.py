@@ -12,8 +12,8 @@ import pytest
 from radix_mla.cache.eviction import POLICIES
 from radix_mla.cache.namespace import ephemeral_namespace
 from radix_mla.cache.prefix_cache import PrefixCache
-from radix_mla.cache.radix_node import RadixNode
-from radix_mla.cache.radix_tree import RadixTree, walk
+from radix_mla.cache.radix_node import RadixNode, walk
+from radix_mla.cache.radix_tree import RadixTree
 from radix_mla.cache.retention import (
     DEFAULT_TTL_S,
     NO_RETENTION,
@@ -179,7 +179,7 @@ def test_a_conversation_that_asks_in_each_turn_stays_one_node() -> None:
     cache = PrefixCache(64, 1, seed=0)
     for turn in (A, A + B, A + B + C):
         store(cache, turn, 1)
-        cache.set_time(cache._tree.queue.now_s + 1.0)
+        cache.set_time(cache._tree.nodes.queue.now_s + 1.0)
     assert cache.num_nodes == 1
 
 
@@ -279,7 +279,7 @@ def test_entries_of_renewed_ranks_are_swept_out() -> None:
         if turn == 0:
             store(cache, A, 1)
     cache.audit()
-    assert cache._tree.queue.num_entries < 300
+    assert cache._tree.nodes.queue.num_entries < 300
 
 
 def test_the_audit_finds_a_leaf_under_a_wrong_rank() -> None:
@@ -343,7 +343,7 @@ class RankedRun:
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice([0.0, 1.0, 5.0])
-        self.tree.queue.advance(self.now_s)
+        self.tree.nodes.queue.advance(self.now_s)
 
     def request(self) -> None:
         """A hit, then the insertion of the rest; stays locked for a while."""
@@ -360,8 +360,8 @@ class RankedRun:
         rest = slice(len(hit), None)
         result = self.tree.insert_after(pinned.node, _array(path[rest]), _array(pages[rest]), keeps)
         self.model.access(path, pages)
-        self.tree.lock(result.node)
-        self.tree.unlock(pinned.node, keeps)
+        self.tree.nodes.lock(result.node)
+        self.tree.nodes.unlock(pinned.node, keeps)
         self.model.keep(hit, keeps)
         self.locked.append((result.node, path, retention))
         while len(self.locked) > 3:
@@ -370,18 +370,18 @@ class RankedRun:
     def unlock_one(self) -> None:
         node, path, retention = self.locked.pop(self.rng.randrange(len(self.locked)))
         keeps = retention.keeps(self.now_s)
-        self.tree.unlock(node, keeps)
+        self.tree.nodes.unlock(node, keeps)
         self.model.keep(path, keeps)
 
     def evict_one(self) -> None:
         locked = {path[:end] for _, path, _ in self.locked for end in range(1, len(path) + 1)}
-        assert self.tree.evict(1).tolist() == [self.model.evict(locked, self.now_s)]
+        assert self.tree.nodes.evict(1).tolist() == [self.model.evict(locked, self.now_s)]
 
     def audit(self) -> None:
         """Each leaf in the queue has the rank that it has now."""
         for node in walk(self.tree.namespaces.open("").root):
             assert merged(node.keeps, (), float("-inf")) == node.keeps
-        entries, expiries = self.tree.queue.valid()
+        entries, expiries = self.tree.nodes.queue.valid()
         for entry in entries:
             keep = current(entry.node.keeps, self.now_s)
             assert entry.rank == (keep.rank if keep else 0)
@@ -394,8 +394,8 @@ def test_order_equals_the_naive_model(seed: int) -> None:
     for step in range(300):
         run.request()
         run.pass_time()
-        while run.tree.num_evictable_pages > 40 or (
-            step % 50 == 49 and run.tree.num_evictable_pages
+        while run.tree.nodes.num_evictable_pages > 40 or (
+            step % 50 == 49 and run.tree.nodes.num_evictable_pages
         ):
             run.evict_one()
         run.audit()

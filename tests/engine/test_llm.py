@@ -53,6 +53,37 @@ def test_the_second_time_it_hits(llm: LLM) -> None:
     assert private.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("asked", [{}, {"cache_priority": 3}, {"cache_ttl": 600.0}], ids=str)
+def test_rows_may_be_asked_to_stay_longer(llm: LLM, asked: dict[str, float]) -> None:
+    llm.engine.flush()
+    first, second = [5] * 40, [6] * 40
+    llm.generate(first, max_tokens=2, **asked, **GREEDY)
+    llm.generate(second, max_tokens=2, **GREEDY)
+    pool = llm.engine.cache.num_pages * llm.engine.cache.page_size
+    for token in range(7, 17):  # more than fits beside them
+        llm.generate([token] * (pool // 10), max_tokens=2, **GREEDY)
+    assert llm.engine.cache.peek(first) == (40 if asked else 0)
+    assert llm.engine.cache.peek(second) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cache_ttl", 0.0),
+        ("cache_ttl", -1.0),
+        ("cache_ttl", 86_401.0),
+        ("cache_ttl", float("nan")),
+        ("cache_priority", -1),
+        ("cache_priority", 11),
+    ],
+)
+def test_retention_out_of_range_is_refused(llm: LLM, name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is {value}") as caught:
+        llm.generate([3], **{name: value})
+    assert caught.value.param == name
+    assert not llm.engine.has_work
+
+
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     (whole,) = llm.generate([9, 8, 7], max_tokens=12, **GREEDY)
     text = whole.text
@@ -121,14 +152,14 @@ def test_what_cannot_be_served_raises_and_nothing_runs(llm: LLM) -> None:
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = llm.generate([7, 7, 7, 8], max_tokens=4, **GREEDY)
-    execute = llm.engine._runner.execute
+    execute = llm.engine._pipeline._runner.execute
 
     def interrupted(plan):
         if plan.chunks[0].is_decode:
             raise KeyboardInterrupt
         return execute(plan)
 
-    monkeypatch.setattr(llm.engine._runner, "execute", interrupted)
+    monkeypatch.setattr(llm.engine._pipeline._runner, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([7, 7, 7, 8], max_tokens=4, **GREEDY)
     monkeypatch.undo()

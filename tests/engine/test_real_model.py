@@ -12,12 +12,11 @@ from support.greedy_runs import assert_equal_runs, make_request, prefix_families
 from support.tiny_checkpoint import make_checkpoint
 
 from radix_mla.config import EngineConfig
-from radix_mla.engine.build import build_engine
+from radix_mla.engine import build as build_module
+from radix_mla.engine.build import build_engine, limits_of
 from radix_mla.engine.engine import Engine
 from radix_mla.engine.outputs import SequenceOutput
 from radix_mla.request import FinishReason, Request, SamplingParams
-from radix_mla.scheduler.policy import load_policy
-from radix_mla.scheduler.scheduler import Scheduler
 
 VOCAB = 256
 
@@ -65,8 +64,17 @@ def test_batched_chunked_and_cached_runs_equal_the_lonely_ones(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_s04_retractions_and_evictions_change_nothing(
-    model: Path, requests: list[Request], alone, page_size: int
+    model: Path,
+    requests: list[Request],
+    alone,
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(  # no room to grow: retractions
+        build_module,
+        "limits_of",
+        lambda config: replace(limits_of(config), min_reserve_steps=0),
+    )
     engine = build(
         model,
         page_size=page_size,
@@ -74,8 +82,6 @@ def test_s04_retractions_and_evictions_change_nothing(
         kv_cache_tokens=16 * 22,
         max_model_len=200,
     )
-    no_room = replace(engine.scheduler.limits, min_reserve_steps=0)
-    engine.scheduler = Scheduler(engine.cache, no_room, load_policy("fcfs"))
     results = run(engine, requests, after_step=lambda: engine.cache.audit())
     assert_equal_runs(alone, results)
     stats = engine.stats()

@@ -104,7 +104,7 @@ def test_time_passes_while_steps_are_queued_ahead() -> None:
     clock.now_s += 61.0
     for _ in range(3):
         engine.step()  # decodes alone, each planned ahead
-    assert engine.cache._tree.queue.now_s == clock.now_s
+    assert engine.cache._tree.nodes.queue.now_s == clock.now_s
     while engine.has_work:
         engine.step()
     assert engine.audit()["ok"]

@@ -1,7 +1,6 @@
 """FlashAttention 3: multi-head attention on Hopper, the main path of prefill there.
 
-Reads K and V where decompression wrote them (head-major, through strides). LSE is natural, fp32,
-[H, T]; a query without keys gets -inf or +inf, depending on the release.
+Reads K and V where decompression wrote them (head-major, through strides).
 """
 
 from __future__ import annotations
@@ -9,14 +8,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from radix_mla.attention.backend import Caps, MHAWork, Partial, Setting
-from radix_mla.attention.backends.ragged import DeviceMHA, RaggedPlan, natural_lse, unsuited_heads
+from radix_mla.attention.backend import Caps, Setting
+from radix_mla.attention.backends.ragged import DeviceMHA
+from radix_mla.attention.backends.varlen import (
+    Varlen,
+    VarlenBackend,
+    find_varlen,
+    unsuited_heads,
+)
 from radix_mla.attention.workspace import MLADims
 
 CAPS = Caps(
@@ -32,23 +36,10 @@ CAPS = Caps(
 # 0: FA3 cuts long keys where queries and heads alone would leave multiprocessors idle: 256 queries
 # of 16 heads on 32k keys take 0.14 ms, uncut 0.41 (H200, tests/bench/gpu/bench_two_stage.py).
 _SPLITS = 0
-_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
-
-Varlen = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, DeviceMHA, float], tuple[torch.Tensor, torch.Tensor]
-]
 
 
-@cache
 def _find() -> tuple[str, Callable[..., Any] | None]:
-    """(module name, its varlen function), or (why there is none, None)."""
-    reasons = []
-    for name in _MODULES:
-        try:
-            return name, import_module(name).flash_attn_varlen_func
-        except (ImportError, OSError, AttributeError) as error:
-            reasons.append(f"{name} not importable: {error}")
-    return "; ".join(reasons), None
+    return find_varlen("flash_attn_interface", "fa3_fwd_interface")
 
 
 def unavailable(setting: Setting) -> str | None:
@@ -67,30 +58,14 @@ def needs_padding(dims: MLADims) -> bool:
     return not (qk == value or (128 < qk <= 192 and 96 < value <= 128))
 
 
-class FA3Backend:
+class FA3Backend(VarlenBackend):
     name = "fa3"
 
     def __init__(self, device: str, dims: MLADims) -> None:
         module, function = _find()
         assert function is not None, module
-        self.module = module
+        super().__init__(_without_autograd(module) or _varlen(function), module, device)
         self.caps = replace(CAPS, pad_heads=needs_padding(dims))
-        self._varlen = _without_autograd(module) or _varlen(function)
-        self._ragged = RaggedPlan(device)
-
-    def plan_mha(self, works: list[MHAWork]) -> None:
-        self._ragged.plan(works)
-
-    def run_mha(
-        self, work: MHAWork, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> Partial:
-        planned = self._ragged.of(work)
-        if k.shape[-1] > q.shape[-1]:
-            q = torch.nn.functional.pad(q, (0, k.shape[-1] - q.shape[-1]))
-        out, lse = self._varlen(
-            q, k.transpose(0, 1), v.transpose(0, 1), planned, scale
-        )  # k [Tk, H, Dk]
-        return Partial(out, natural_lse(lse, has_empty=planned.has_empty))
 
 
 def _varlen(function: Callable[..., Any]) -> Varlen:

@@ -21,7 +21,7 @@ from radix_mla.attention.backends.flashmla_shared import StaticShared
 from radix_mla.attention.backends.flashmla_static import StaticRuns
 from radix_mla.attention.page_tables import DevicePageTables
 from radix_mla.attention.shared_prefix import shared_in
-from radix_mla.attention.upload import to_device
+from radix_mla.upload import to_device
 
 if TYPE_CHECKING:
     from radix_mla.attention.backends.triton import TritonBackend

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from radix_mla.attention.upload import pack_int32
+from radix_mla.upload import pack_int32
 
 if TYPE_CHECKING:
     from radix_mla.attention.backend import MHAWork
-    from radix_mla.attention.workspace import MLADims
 
 
 class DeviceMHA(NamedTuple):
@@ -54,17 +53,3 @@ class RaggedPlan:
         planned = self._planned.get(id(work))
         assert planned is not None, "run_mha with work that was not planned for this step"
         return planned
-
-
-def unsuited_heads(dims: MLADims) -> str | None:
-    """Why FlashAttention has no kernel for these widths, or None."""
-    for width in (dims.qk, dims.value):
-        if width > 256 or width % 8:
-            return f"head width {width}: FlashAttention takes multiples of 8 up to 256"
-    return None
-
-
-def natural_lse(lse: torch.Tensor, *, has_empty: bool) -> torch.Tensor:
-    """lse [H, T] of a FlashAttention kernel as [T, H]; its empty rows hold +inf, ours -inf."""
-    lse = lse.transpose(0, 1)
-    return lse.masked_fill(lse == float("inf"), float("-inf")) if has_empty else lse

@@ -23,7 +23,7 @@ from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial, Setting
 from radix_mla.attention.backends.ragged import RaggedPlan
 from radix_mla.attention.page_tables import DevicePageTables
 from radix_mla.attention.shared_prefix import shared_in
-from radix_mla.attention.upload import to_device
+from radix_mla.upload import to_device
 
 if TYPE_CHECKING:
     from kernels.triton.mqa_plan import MQACapacity, SharedPass

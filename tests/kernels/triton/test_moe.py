@@ -10,7 +10,6 @@ from support.assert_close import assert_within_plain
 
 from kernels import reference_model as oracle
 from kernels.fp8 import dequantize_blocks
-from kernels.moe import split_shared
 from kernels.moe_align import align as align_reference
 from kernels.triton import grouped_gemm, moe, moe_align, moe_gate
 from kernels.triton.fp8_gemm import quantize_groups
@@ -326,26 +325,6 @@ def test_a_graph_follows_its_inputs(tokens: int) -> None:
         want = torch.zeros_like(out)
         moe.run_experts_(want, x, gate_up, down, ids, weights)
         assert torch.equal(out, want)
-
-
-def test_append_shared() -> None:
-    ids, weights = make_choice(3, 2, 5)
-    wide_ids, wide_weights = moe.append_shared(ids, weights, first=5, num_shared=2)
-    assert torch.equal(wide_ids[:, :2], ids)
-    assert torch.equal(wide_weights[:, :2], weights)
-    assert wide_ids[:, 2:].tolist() == [[5, 6]] * 3
-    assert wide_weights[:, 2:].tolist() == [[1.0, 1.0]] * 3
-
-
-def test_shared_experts_are_one_mlp_cut_along_its_width() -> None:
-    gate_up, down = torch.randn(2 * 3 * 16, 32), torch.randn(32, 3 * 16)
-    x = torch.randn(4, 32)
-    parts = split_shared(gate_up, down, 3)
-    assert parts[0].shape == (3, 32, 32)
-    assert parts[1].shape == (3, 32, 16)
-    want = oracle.silu_mul(x @ gate_up.T) @ down.T
-    got = sum(oracle.silu_mul(x @ g.T) @ d.T for g, d in zip(*parts, strict=True))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_weighted_sum_adds_to_strided_rows() -> None:
