@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 16  # rows a program: 18 KB of bf16 rows in flight
+_ELEMENTS = 2048  # about so many a program of one warp: four rows of 576
 
 
 def kv_gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -24,18 +24,21 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> tor
     assert pool.stride(1) == out.stride(1) == slots.stride(0) == 1, "rows have unit stride"
     if num_rows == 0:
         return out
-    block = column_block(width)
-    _gather[(triton.cdiv(num_rows, _ROWS),)](
+    low = 1 << (width.bit_length() - 1)  # width = low + high: 512 + 64
+    high = width - low
+    rows = max(1, _ELEMENTS // low)
+    _gather[(triton.cdiv(num_rows, rows),)](
         pool,
         slots,
         out,
         num_rows,
         pool.stride(0),
         out.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=_ROWS,
-        num_warps=4,
+        LOW=low,
+        HIGH=high,
+        HIGH_BLOCK=triton.next_power_of_2(high),
+        ROWS=rows,
+        num_warps=1,
     )
     return out
 
@@ -71,7 +74,8 @@ def kv_gather_fp8(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) ->
     assert out.stride(1) == slots.stride(0) == 1, "rows have unit stride"
     views = fp8_views(pool, latent, 64)
     if num_rows:
-        _gather_fp8[(triton.cdiv(num_rows, _ROWS), latent // FP8_GROUP + 1)](
+        rows = max(1, _ELEMENTS // latent)
+        _gather_fp8[(triton.cdiv(num_rows, rows),)](
             *views,
             slots,
             out,
@@ -81,8 +85,8 @@ def kv_gather_fp8(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) ->
             ROPE=64,
             ROW_BYTES=pool.shape[1],
             GROUP=FP8_GROUP,
-            ROWS=_ROWS,
-            num_warps=4,
+            ROWS=rows,
+            num_warps=1,
         )
     return out
 
@@ -102,28 +106,21 @@ def _gather_fp8(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One group of some rows, the last one: their rope part."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < num_rows
-    slot = tl.load(slots + row, mask=there, other=0)
+    there = (row < num_rows)[:, None]
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)[:, None]
     target = out + row.to(tl.int64)[:, None] * out_stride
-    group = tl.program_id(1)
-    if group < LATENT // GROUP:
-        col = group * GROUP + tl.arange(0, GROUP)
-        values = tl.load(
-            latents + slot[:, None] * ROW_BYTES + col[None, :], mask=there[:, None], other=0.0
-        )
-        scale = tl.load(scales + slot * (ROW_BYTES // 4) + group, mask=there, other=0.0)
-        wide = values.to(tl.float32) * scale[:, None]
-        tl.store(target + col[None, :], wide.to(out.dtype.element_ty), mask=there[:, None])
-    else:
-        rope = tl.arange(0, ROPE)
-        turned = tl.load(
-            ropes + slot[:, None] * (ROW_BYTES // 2) + rope[None, :], mask=there[:, None], other=0.0
-        )
-        tl.store(
-            target + LATENT + rope[None, :], turned.to(out.dtype.element_ty), mask=there[:, None]
-        )
+    dtype: tl.constexpr = out.dtype.element_ty
+    latent = tl.arange(0, LATENT)[None, :]
+    rope = tl.arange(0, ROPE)[None, :]
+    group = tl.arange(0, LATENT // GROUP)[None, :]
+    values = tl.load(latents + slot * ROW_BYTES + latent, mask=there, other=0.0)
+    scale = tl.load(scales + slot * (ROW_BYTES // 4) + group, mask=there, other=0.0)
+    turned = tl.load(ropes + slot * (ROW_BYTES // 2) + rope, mask=there, other=0.0)
+    groups = tl.reshape(values.to(tl.float32), (ROWS, LATENT // GROUP, GROUP))
+    wide = tl.reshape(groups * scale[:, :, None], (ROWS, LATENT))
+    tl.store(target + LATENT + rope, turned.to(dtype), mask=there)
+    tl.store(target + latent, wide.to(dtype), mask=there)
 
 
 def column_block(width: int) -> int:
@@ -140,17 +137,22 @@ def _gather(
     num_rows,
     pool_stride,
     out_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    HIGH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < num_rows
-    slot = tl.load(slots + row, mask=there, other=0)
+    there = (row < num_rows)[:, None]
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
     source = pool + slot[:, None] * pool_stride
     target = out + row.to(tl.int64)[:, None] * out_stride
-    for first in tl.static_range(0, WIDTH, BLOCK):
-        col = first + tl.arange(0, BLOCK)
-        mask = there[:, None] & (col < WIDTH)[None, :]
-        values = tl.load(source + col[None, :], mask=mask)
-        tl.store(target + col[None, :], values.to(out.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = out.dtype.element_ty
+    low = tl.arange(0, LOW)[None, :]
+    # All loads come before the first store, which they may not pass: its target may be a source.
+    values = tl.load(source + low, mask=there)
+    if HIGH > 0:
+        high = tl.arange(0, HIGH_BLOCK)[None, :]
+        rest = tl.load(source + LOW + high, mask=there & (high < HIGH))
+        tl.store(target + LOW + high, rest.to(dtype), mask=there & (high < HIGH))
+    tl.store(target + low, values.to(dtype), mask=there)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 _ELEMENTS = 4096  # of a program's tile: 32 fp32 registers a thread and side
+_COMBINED = 512  # the same of `combine_lse`: many programs of one warp, several parts in flight
 
 
 def merge_lse_(
@@ -105,7 +106,7 @@ def combine_lse(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch
     if num * heads == 0:
         return out, out_lse
     block = triton.next_power_of_2(width)
-    rows = max(1, _ELEMENTS // block)
+    rows = max(1, _COMBINED // block)
     _combine[(triton.cdiv(num * heads, rows),)](
         o,
         lse,
@@ -119,7 +120,8 @@ def combine_lse(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch
         WIDTH=width,
         ROWS=rows,
         BLOCK=block,
-        num_warps=4,
+        PARTS=min(4, triton.next_power_of_2(parts)),
+        num_warps=1,
     )
     return out, out_lse
 
@@ -142,7 +144,9 @@ def _combine(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
+    """PARTS partials at a time: their loads do not wait for one another."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = index < num_rows
     n = (index // HEADS).to(tl.int64)
@@ -154,18 +158,23 @@ def _combine(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for _ in range(parts):
-        part = tl.load(at_lse, mask=there, other=float("-inf"))
-        value = tl.load(at_o, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where((part > float("-inf"))[:, None], value, 0.0)  # whatever it is
-        at_lse += lse_k
-        at_o += o_k
-        new_top = tl.maximum(top, part)
+    for first in range(0, parts, PARTS):
+        new_top = top
+        for i in tl.static_range(PARTS):
+            more = index < tl.where(first + i < parts, num_rows, 0)
+            part = tl.load(at_lse + (first + i) * lse_k, mask=more, other=float("-inf"))
+            new_top = tl.maximum(new_top, part)
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep, weight = tl.exp(top - safe), tl.exp(part - safe)
-        acc = acc * keep[:, None] + value * weight[:, None]
-        total = total * keep + weight
-        top = new_top
+        keep = tl.exp(top - safe)
+        acc, total, top = acc * keep[:, None], total * keep, new_top
+        for i in tl.static_range(PARTS):
+            more = index < tl.where(first + i < parts, num_rows, 0)
+            part = tl.load(at_lse + (first + i) * lse_k, mask=more, other=float("-inf"))
+            value = tl.load(at_o + (first + i) * o_k, mask=inside & more[:, None], other=0.0)
+            value = tl.where((part > float("-inf"))[:, None], value, 0.0)  # whatever it is
+            weight = tl.exp(part - safe)
+            acc += value.to(tl.float32) * weight[:, None]
+            total += weight
     acc = acc / tl.maximum(total, 1.0)[:, None]
     flat = index.to(tl.int64)
     target = out + flat[:, None] * WIDTH + col[None, :]

@@ -7,6 +7,7 @@ A block of KV rows is loaded once and is both k and v. LSE: natural log, fp32.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -25,10 +26,10 @@ _INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 class MQAConfig:
     """Block shapes; block_m and block_n are also the plan's.
 
-    `parted`: keep Triton from seeing that q·k feeds p·v. It gives two such dots one layout, in
-    which all warps share the columns; with 64 rows and 8 warps each half then computes all of q·k.
-    `prefetch`: ask for rows to be in L2 a block ahead. Two stages copy a block only once the last
-    is nearly done; with more stages in flight it costs more than it hides.
+    `parted`: hide from Triton, in branches that are always taken, what feeds what. It would give
+    q·k and the p·v after it one layout, in which all warps share the columns: with 64 rows and 8
+    warps each half then computes all of q·k. And it would copy the next block only once the work on
+    this one has been issued; with all of that in a branch, the copy comes first.
     """
 
     block_m: int
@@ -36,7 +37,6 @@ class MQAConfig:
     num_warps: int
     num_stages: int
     parted: bool = False
-    prefetch: bool = False
 
 
 def choose_config(num_heads: int, rows: torch.dtype, *, shared: bool = False) -> MQAConfig:
@@ -48,11 +48,9 @@ def choose_config(num_heads: int, rows: torch.dtype, *, shared: bool = False) ->
     """
     if rows == torch.float32:
         return MQAConfig(16, 16, 4, 1)
-    if rows == torch.uint8:
-        return MQAConfig(64, 64, 8, 2, parted=True)
-    if num_heads <= 16 and not shared:
+    if num_heads <= 16 and not shared and rows != torch.uint8:
         return MQAConfig(16, 64, 8, 3)
-    return MQAConfig(64, 64, 8, 2, parted=True, prefetch=True)
+    return MQAConfig(64, 64, 8, 2, parted=True)
 
 
 class MQAPartials:
@@ -115,6 +113,7 @@ def mqa(
     assert min(latent, rope) >= 16, f"L {latent}, R {rope}"
     assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32)
     assert pool.shape[0] < 1 << 31, "slots are 32 bits"
+    dependent = not _INTERPRET and _launches_early(q.device)
     at, last = capacity.at, out if lse is None else lse  # without lse, out only fills the place
     _attend[(capacity.num_cuts * capacity.lanes,)](
         q, *views, page_table, plan, out, last, partials.out, partials.lse,
@@ -132,11 +131,11 @@ def mqa(
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
         PARTED=config.parted,
-        PREFETCH=config.prefetch and not fp8 and latent * q.element_size() >= 128,
         FP8=fp8,
         ROW_BYTES=fp8_row_bytes(latent, rope),
         WITH_LSE=lse is not None,
         ITEM=ITEM,
+        DEPENDENT=dependent,
         INTERPRET=_INTERPRET,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -156,8 +155,16 @@ def mqa(
         COLUMNS=columns,
         PARTS=parts,
         WITH_LSE=lse is not None,
+        DEPENDENT=dependent,
         num_warps=4 if parts > 8 else 2,
+        **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
+
+
+@functools.cache
+def _launches_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it depends on has ended."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -170,10 +177,12 @@ def _attend(
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, LANES: tl.constexpr,
     LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PARTED: tl.constexpr,
-    PREFETCH: tl.constexpr, FP8: tl.constexpr, ROW_BYTES: tl.constexpr,
-    WITH_LSE: tl.constexpr, ITEM: tl.constexpr, INTERPRET: tl.constexpr,
+    FP8: tl.constexpr, ROW_BYTES: tl.constexpr,
+    WITH_LSE: tl.constexpr, ITEM: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Works through the pieces of one stretch, for the heads of one lane."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # `_combine` may start wherever this has ended
     lane = tl.program_id(0) % LANES
     cut = tl.program_id(0) // LANES
     row = tl.arange(0, BLOCK_M)  # (token of the tile, head of the lane)
@@ -199,40 +208,40 @@ def _attend(
         limits = limit + local * step  # [BLOCK_M]
 
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up at the end
         acc = tl.zeros([BLOCK_M, LATENT], tl.float32)
         slots = _slots(pages, begin, end, col, PAGE, INTERPRET)
         ahead = _slots(pages, begin + BLOCK_N, end, col, PAGE, INTERPRET)
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            if PREFETCH:
-                _prefetch(pool + ahead.to(tl.int64)[:, None] * pool_stride, LATENT, INTERPRET)
             slot = slots.to(tl.int64)[:, None]
             if FP8:
                 kv = _dequantised(pool, scales, slot, LATENT, ROW_BYTES, ropes.dtype.element_ty)
-                k_rope = tl.load(ropes + slot * (ROW_BYTES // 2) + rope[None, :])
+                k_rope = tl.load(ropes + tl.trans(slot) * (ROW_BYTES // 2) + rope[:, None])
             else:
                 rows = pool + slot * pool_stride
                 kv = tl.load(rows + latent[None, :])  # [BLOCK_N, LATENT]: k and v
-                k_rope = tl.load(rows + LATENT + rope[None, :])
+                k_rope = tl.load(tl.trans(rows) + LATENT + rope[:, None])  # transposed
             # Slots are on their way two blocks ahead, rows one.
             slots = _moved(ahead, INTERPRET)
             ahead = _slots(pages, start + 2 * BLOCK_N, end, col, PAGE, INTERPRET)
-            if PARTED:
-                of_latent = _dot(q_latent, tl.trans(kv), None, INTERPRET)
-                of_rope = _dot(q_rope, tl.trans(k_rope), None, INTERPRET)
-                scores = of_latent * scale_log2 + of_rope * scale_log2
-            else:
-                scores = _dot(q_rope, tl.trans(k_rope), None, INTERPRET)
-                scores = _dot(q_latent, tl.trans(kv), scores, INTERPRET) * scale_log2
             seen = (start + col)[None, :] < tl.minimum(limits, end)[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
             if PARTED:
-                weights, keep = scores.to(kv.dtype), top
-                if start < end:  # always: see MQAConfig
-                    weights, keep, top, total = _softmax(scores, top, total, kv.dtype)
+                if start < end:  # always, and the next one too: see MQAConfig
+                    of_latent = _dot(q_latent, tl.trans(kv), None, INTERPRET)
+                    of_rope = _dot(q_rope, k_rope, None, INTERPRET)
+                    scores = of_latent * scale_log2 + of_rope * scale_log2
+                    scores = tl.where(seen, scores, float("-inf"))
+                    weights, keep = scores.to(kv.dtype), top
+                    if start >= begin:
+                        weights, keep, top, total = _softmax(scores, top, total, kv.dtype)
+                    acc = _dot(weights, kv, acc * keep[:, None], INTERPRET)
             else:
+                scores = _dot(q_rope, k_rope, None, INTERPRET)
+                scores = _dot(q_latent, tl.trans(kv), scores, INTERPRET) * scale_log2
+                scores = tl.where(seen, scores, float("-inf"))
                 weights, keep, top, total = _softmax(scores, top, total, kv.dtype)
-            acc = _dot(weights, kv, acc * keep[:, None], INTERPRET)
+                acc = _dot(weights, kv, acc * keep[:, None], INTERPRET)
+        total = tl.sum(total, 1)
         total = tl.maximum(total, 1.0)  # it is, but without keys: then the answer is 0, lse -inf
         acc = acc / total[:, None]
         log_sum = top + tl.log2(total)
@@ -255,12 +264,15 @@ def _attend(
 
 @triton.jit
 def _softmax(scores, top, total, dtype: tl.constexpr):
-    """One online step in base 2: (weights, factor of what was summed so far, top, total)."""
+    """One online step in base 2: (weights, factor of what was summed so far, top, total).
+
+    total [BLOCK_M, BLOCK_N] is not added up here: a row's sum takes all warps and barriers.
+    """
     new_top = tl.maximum(top, tl.max(scores, 1))
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
     weights = tl.exp2(scores - safe[:, None])
     keep = tl.exp2(top - safe)
-    return weights.to(dtype), keep, new_top, total * keep + tl.sum(weights, 1)
+    return weights.to(dtype), keep, new_top, total * keep[:, None] + weights
 
 
 @triton.jit
@@ -301,25 +313,6 @@ def _moved(values, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(rows, LATENT: tl.constexpr, INTERPRET: tl.constexpr):
-    """Asks for the rows at pointers rows [BLOCK_N, 1] to be in L2 by the time they are copied."""
-    if not INTERPRET:
-        line: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # elements
-        lines = tl.arange(0, LATENT // line) * line
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [rows + lines[None, :]],
-            tl.int32,
-            False,
-            1,
-        )
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows + LATENT], tl.int32, False, 1
-        )
-
-
-@triton.jit
 def _dot(a, b, acc, INTERPRET: tl.constexpr):
     if INTERPRET:  # the interpreter's bf16 dot is wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -332,9 +325,12 @@ def _combine(
     out_t, out_h, lse_t, lse_h,
     at_units, at_unit_parts, at_parts,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    WITH_LSE: tl.constexpr,
+    WITH_LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Each step: all parts of one token's head, for some columns; PARTS of them at a time."""
+    """Each step: all parts of one token's head, for some columns; PARTS of them at a time.
+
+    DEPENDENT: it has the plan at hand when `_attend` ends, and reads the parts only then.
+    """
     columns = tl.arange(0, COLUMNS)
     jobs = tl.load(plan) * HEADS * (LATENT // COLUMNS)
     for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
@@ -344,6 +340,8 @@ def _combine(
         token = tl.load(plan + at_units + unit).to(tl.int64)
         first = tl.load(plan + at_unit_parts + unit)
         last = tl.load(plan + at_unit_parts + unit + 1)
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
         top = float("-inf")
         total = 0.0
         acc = tl.zeros([COLUMNS], tl.float32)
@@ -373,3 +371,5 @@ def _combine(
         if WITH_LSE:
             log_sum = (top + tl.log2(total)) / 1.4426950408889634
             tl.store(lse + token * lse_t + head * lse_h, log_sum, mask=first_col == 0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # without jobs too: whoever waits for this waits for `_attend`

@@ -28,7 +28,7 @@ import numpy as np
 
 ITEM = 8  # ints of a piece: see `_pack_pieces`
 _OVERHEAD = 2  # what starting and ending a piece costs, in blocks of KV rows
-_MIN_STRETCH = 6  # blocks: shorter pieces cost more than they spread
+_MIN_STRETCH = 4  # blocks: shorter pieces cost more than they spread
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,12 @@ def mha_prefill(
     if num_q == 0 or max_q == 0:
         return out, lse
     block_m, block_n, num_warps, num_stages = blocks or _choose_blocks(
-        width, q.dtype, max_q, heads * (cu_q.shape[0] - 1)
+        width, value, q.dtype, max_q, heads * (cu_q.shape[0] - 1)
     )
+    # EARLY: with two stages, Triton copies the next block only once all work on this one has been
+    # issued; but what is in a branch it puts behind the copy, which is then on its way during all
+    # of that work. More stages copy further ahead, and lose by it: in a branch no product goes on
+    # into the next step.
     low = 1 << (width.bit_length() - 1)  # width = low + high, both powers of two where possible
     high = width - low
     _prefill[(triton.cdiv(max_q, block_m), heads, cu_q.shape[0] - 1)](
@@ -67,6 +71,7 @@ def mha_prefill(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         STAGES=num_stages,
+        EARLY=num_stages == 2,
         INTERPRET=_INTERPRET,
         num_warps=num_warps,
     )  # fmt: skip
@@ -74,7 +79,7 @@ def mha_prefill(
 
 
 def _choose_blocks(
-    width: int, dtype: torch.dtype, max_q: int, rows: int
+    width: int, value: int, dtype: torch.dtype, max_q: int, rows: int
 ) -> tuple[int, int, int, int]:
     """(block_m, block_n, num_warps, num_stages), measured on an H200 (bench_prefill.py).
 
@@ -85,6 +90,8 @@ def _choose_blocks(
     few = rows * triton.cdiv(max_q, 128) < 128  # blocks of 128 would leave multiprocessors idle
     if max_q <= 64 or few:
         return (64, 64, 4, 3) if width <= 192 else (64, 64, 4, 2)
+    if width <= 192 and value <= 128:
+        return 128, 128, 8, 2
     return (128, 64, 8, 3) if width <= 192 else (128, 64, 8, 2)
 
 
@@ -95,7 +102,8 @@ def _prefill(
     q_t, q_h, k_h, k_t, v_h, v_t, out_t, out_h, lse_t,
     LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head of one sequence; the last blocks, the longest, first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -137,12 +145,12 @@ def _prefill(
         acc, top, total = _over_keys(
             acc, top, total, q_low, q_high, keys, values, limit, 0, full, num_k, scale_log2,
             k_t, v_t, LOW, HIGH, HIGH_BLOCK, WIDTH, VALUE, VALUE_BLOCK, BLOCK_N, STAGES,
-            False, INTERPRET,
+            EARLY, False, INTERPRET,
         )  # fmt: skip
         acc, top, total = _over_keys(
             acc, top, total, q_low, q_high, keys, values, limit, full, end, num_k, scale_log2,
             k_t, v_t, LOW, HIGH, HIGH_BLOCK, WIDTH, VALUE, VALUE_BLOCK, BLOCK_N, STAGES,
-            True, INTERPRET,
+            EARLY, True, INTERPRET,
         )  # fmt: skip
         total = tl.maximum(total, 1.0)  # it is, but without keys: then the answer is 0, lse -inf
         acc = acc / total[:, None]
@@ -162,43 +170,64 @@ def _over_keys(
     k_t, v_t,
     LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MASK: tl.constexpr, INTERPRET: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, MASK: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, end). MASK: some are out of sight or out of bounds."""
     col = tl.arange(0, BLOCK_N)
-    low = tl.arange(0, LOW)
-    value = tl.arange(0, VALUE_BLOCK)
+    low = tl.arange(0, LOW)[:, None]
+    value = tl.arange(0, VALUE_BLOCK)[None, :]
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         row = start + col
-        at_k = keys + row.to(tl.int64)[:, None] * k_t
-        at_v = values + row.to(tl.int64)[:, None] * v_t + value[None, :]
-        k_low = _load(at_k + low[None, :], row < num_k, low < WIDTH, MASK, LOW > WIDTH)
-        v_block = _load(at_v, row < num_k, value < VALUE, MASK, VALUE_BLOCK > VALUE)
-        scores = _dot(q_low, tl.trans(k_low), None, INTERPRET)
+        at_k = keys + (row.to(tl.int64) * k_t)[None, :]
+        at_v = values + (row.to(tl.int64) * v_t)[:, None] + value
+        k_low = _load(at_k + low, (row < num_k)[None, :], low < WIDTH, MASK, LOW > WIDTH)
+        k_high = k_low
         if HIGH > 0:
-            high = tl.arange(0, HIGH_BLOCK)
+            high = tl.arange(0, HIGH_BLOCK)[:, None]
             k_high = _load(
-                at_k + LOW + high[None, :], row < num_k, high < HIGH, MASK, HIGH_BLOCK > HIGH
+                at_k + LOW + high, (row < num_k)[None, :], high < HIGH, MASK, HIGH_BLOCK > HIGH
             )
-            scores = _dot(q_high, tl.trans(k_high), scores, INTERPRET)
-        if MASK:
-            scores = tl.where(row[None, :] < limit[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASK else new_top
-        weights = tl.exp2(scores * scale_log2 - safe[:, None])
-        keep = tl.exp2(top - safe)
-        total = total * keep + tl.sum(weights, 1)
-        acc = _dot(weights.to(v_block.dtype), v_block, acc * keep[:, None], INTERPRET)
-        top = new_top
+        v_block = _load(at_v, (row < num_k)[:, None], value < VALUE, MASK, VALUE_BLOCK > VALUE)
+        if EARLY:
+            if start < end:  # always: see `mha_prefill`
+                acc, top, total = _attend(
+                    acc, top, total, q_low, q_high, k_low, k_high, v_block, row, limit, scale_log2,
+                    HIGH, MASK, INTERPRET,
+                )  # fmt: skip
+        else:
+            acc, top, total = _attend(
+                acc, top, total, q_low, q_high, k_low, k_high, v_block, row, limit, scale_log2,
+                HIGH, MASK, INTERPRET,
+            )  # fmt: skip
     return acc, top, total
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q_low, q_high, k_low, k_high, v, row, limit, scale_log2,
+    HIGH: tl.constexpr, MASK: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One block of keys `row`, transposed in k_low and k_high: (acc, top, total)."""
+    scores = _dot(q_low, k_low, None, INTERPRET)
+    if HIGH > 0:
+        scores = _dot(q_high, k_high, scores, INTERPRET)
+    if MASK:
+        scores = tl.where(row[None, :] < limit[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top) if MASK else new_top
+    weights = tl.exp2(scores * scale_log2 - safe[:, None])
+    keep = tl.exp2(top - safe)
+    total = total * keep + tl.sum(weights, 1)
+    acc = _dot(weights.to(v.dtype), v, acc * keep[:, None], INTERPRET)
+    return acc, new_top, total
 
 
 @triton.jit
 def _load(there, rows, columns, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
     if MASK_ROWS:
-        return tl.load(there, mask=rows[:, None] & columns[None, :], other=0.0)
+        return tl.load(there, mask=rows & columns, other=0.0)
     if MASK_COLUMNS:
-        return tl.load(there, mask=columns[None, :], other=0.0)
+        return tl.load(there, mask=columns, other=0.0)
     return tl.load(there)
 
 

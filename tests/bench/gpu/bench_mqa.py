@@ -1,8 +1,7 @@
 """Absorbed attention over pages, FlashMLA beside it where it is installed: one JSON line a case.
 
-usage: bench_mqa.py [--configs 64,64,8,2,1,1 16,64,8,3,0,1] [--pages 1 64] [--cases 0 1] [--compile]
-A config is block_m, block_n, num_warps, num_stages, parted, prefetch (none: the shipped choice).
-TB/s count
+usage: bench_mqa.py [--configs 64,64,8,2,1 16,64,8,3,0] [--pages 1 64] [--cases 0 1] [--compile]
+A config is block_m, block_n, num_warps, num_stages, parted (none: the shipped choice). TB/s count
 the KV rows once a sequence (a shared prefix once), TFLOP/s 2 · 1088 a pair of query head and row.
 The last cases are 8 requests on one 131k prefix: `of_separate` is their time over that of 8
 requests on prefixes of their own. L2 cold, medians of 20. --compile only runs each kernel once.
@@ -131,7 +130,6 @@ def vars_of(config: MQAConfig) -> tuple[int, ...]:
         config.num_warps,
         config.num_stages,
         int(config.parted),
-        int(config.prefetch),
     )
 
 
@@ -157,8 +155,8 @@ def main() -> None:
     partial = torch.float32 if args.partials == "fp32" else torch.bfloat16
     named = []
     for text in args.configs:
-        *sizes, parted, prefetch = (int(x) for x in text.split(","))
-        named.append(MQAConfig(*sizes, bool(parted), bool(prefetch)))
+        *sizes, parted = (int(x) for x in text.split(","))
+        named.append(MQAConfig(*sizes, bool(parted)))
 
     for page in args.pages:
         for index, (seqs, rows, heads) in enumerate(CASES):

@@ -77,7 +77,7 @@ def test_ragged(page_size: int, sequences: list[tuple[int, int]], parted: bool) 
         dtype=torch.float32,
         device=DEVICE,
     )
-    check(case, MQAConfig(16, 16, 4, 1, parted, parted), programs=3)
+    check(case, MQAConfig(16, 16, 4, 1, parted), programs=3)
 
 
 @pytest.mark.parametrize(("heads", "programs"), [(16, 1), (5, 4), (20, 6), (33, 4)])
@@ -212,9 +212,9 @@ def test_full_size(heads: int, page_size: int, sequences: list[tuple[int, int]])
     [
         MQAConfig(64, 64, 8, 2),
         MQAConfig(64, 64, 8, 2, parted=True),
-        MQAConfig(64, 32, 8, 4, parted=True, prefetch=True),
+        MQAConfig(64, 32, 8, 4, parted=True),
         MQAConfig(16, 64, 8, 3),
-        MQAConfig(16, 64, 8, 2, prefetch=True),
+        MQAConfig(16, 64, 8, 2),
     ],
     ids=str,
 )

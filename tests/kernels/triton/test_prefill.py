@@ -94,7 +94,7 @@ def test_widths(width: int, value: int, dtype: torch.dtype) -> None:
         value=value,
         dtype=dtype,
         causal=True,
-        blocks=(16, 16, 4, 1),
+        blocks=(16, 16, 4, 2),
     )
 
 

@@ -89,7 +89,7 @@ def test_write_nothing() -> None:
 
 
 @pytest.mark.parametrize("num", [0, 1, 17, pytest.param(30_000, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("width", [24, 576])
+@pytest.mark.parametrize("width", [24, 64, 576])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gather(num: int, width: int, stored: torch.dtype, out_dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ def test_merge_of_no_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("parts", [1, 2, 4, 5])
 def test_combine(parts: int, dtype: torch.dtype) -> None:
     o = torch.randn(parts, 9, 3, 20).to(DEVICE, dtype)
     lse = torch.randn(parts, 9, 3, device=DEVICE) * 5
