@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from radix_mla.attention.metadata import RaggedBatch
     from radix_mla.attention.workspace import Workspace
     from radix_mla.cache.kv_pool import KVPool
+    from radix_mla.engine.step_tokens import StepTokens
 
 MAX_TOKENS = 512
 
@@ -114,13 +115,11 @@ class CapturedSteps:
                 self._steps[key].capture(memory)
         report(len(order), len(order))
 
-    def run(
-        self, batch: RaggedBatch, tokens: np.ndarray | torch.Tensor, rows: np.ndarray
-    ) -> StepOutputs | None:
-        """Queues the step if there is a graph for it. tokens int64 [T], host or device, rows int64
-        [M], host; every sequence's form must be absorbed.
+    def run(self, batch: RaggedBatch, tokens: StepTokens, rows: np.ndarray) -> StepOutputs | None:
+        """Queues the step if there is a graph for it. T tokens, rows int64 [M], host; every
+        sequence's form must be absorbed.
         """
-        if len(tokens) > self._sizes["plain"][-1] or len(rows) > self._max_logits:
+        if len(tokens.known) > self._sizes["plain"][-1] or len(rows) > self._max_logits:
             return None
         work = work_of(batch)
         if len(work.kv_lens) > 1:
@@ -208,19 +207,17 @@ class _CapturedStep:
         self,
         batch: RaggedBatch,
         work: MQAWork,
-        tokens: np.ndarray | torch.Tensor,
+        tokens: StepTokens,
         rows: np.ndarray,
     ) -> StepOutputs:
         """Queues the step; without a graph (on CPU) it runs here and now."""
         self._static.refill(batch, work)
         pinned = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
         inputs = pinned.numpy()
-        if not isinstance(tokens, torch.Tensor):
-            inputs[: len(tokens)] = tokens
+        inputs[: len(tokens.known)] = tokens.known
         inputs[self._num_tokens : self._num_tokens + len(rows)] = rows
         self._inputs.copy_(pinned, non_blocking=True)
-        if isinstance(tokens, torch.Tensor):
-            self._inputs[: len(tokens)].copy_(tokens)
+        tokens.draw_into(self._inputs)
         if self._graph is None:
             self._run()
         else:
@@ -229,7 +226,7 @@ class _CapturedStep:
         outputs = self._outputs
         return StepOutputs(
             outputs.logits[: len(rows)],
-            outputs.tokens_finite[: len(tokens)],
+            outputs.tokens_finite[: len(tokens.known)],
             outputs.logits_finite[: len(rows)],
         )
 

@@ -25,6 +25,7 @@ from radix_mla.cache.kv_layout import KVLayout
 from radix_mla.cache.kv_pool import KVPool
 from radix_mla.engine.captured import MAX_TOKENS, CapturedSteps, StepOutputs
 from radix_mla.engine.step import Chunk, StepPlan, StepResult
+from radix_mla.engine.step_tokens import StepTokens
 from radix_mla.upload import Readback, to_device
 
 if TYPE_CHECKING:
@@ -88,12 +89,12 @@ class ModelRunner:
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult:
         """Runs the step; on a GPU it is queued, and reading the result's parts waits for them.
 
-        drawn: int64, on the device, what the step before draws; for a plan with `drawn_rows`.
+        drawn: int64, on the device, what the step before draws; for a plan made ahead of that.
         """
         clock = self._clock()
         self.pool.copy(plan.copies)
         batch = RaggedBatch.of(plan.chunks, self.pool.page_size)
-        tokens = self._tokens(plan, drawn)
+        tokens = StepTokens.of(plan, drawn)
         asked = np.array([chunk.num_logits for chunk in plan.chunks], dtype=np.int64)
         rows = _logit_rows(batch.cu_q, asked)
         outputs, paths, num_context_chunks = None, {"absorbed": plan.num_tokens}, 0
@@ -111,21 +112,11 @@ class ModelRunner:
             forward_s=clock.stop(),
         )
 
-    def _tokens(self, plan: StepPlan, drawn: torch.Tensor | None) -> np.ndarray | torch.Tensor:
-        """int64 [T], on the host, or on the device where they were drawn."""
-        if plan.drawn_rows is None:
-            return np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
-        assert drawn is not None, "a step planned ahead needs the tokens that were drawn"
-        rows = plan.drawn_rows
-        if len(rows) == len(drawn):  # then they are 0, 1, 2, ...
-            return drawn
-        return drawn.index_select(0, to_device(rows, drawn.device))
-
     def _run_eager(
         self,
         batch: RaggedBatch,
         attention: AttentionPlan,
-        tokens: np.ndarray | torch.Tensor,
+        tokens: StepTokens,
         rows: np.ndarray,
     ) -> StepOutputs:
         absorbed = attention.absorbed.work if attention.absorbed else None
@@ -139,9 +130,10 @@ class ModelRunner:
             backend=self.backend,
             first_slot=int(batch.slots[0]) if _is_run(batch.slots) else None,
         )
-        every = len(rows) == len(tokens)  # then they are in order
+        every = len(rows) == len(tokens.known)  # then they are in order
         of = None if every else to_device(rows, self._device)
-        ids = tokens if isinstance(tokens, torch.Tensor) else to_device(tokens, self._device)
+        ids = to_device(tokens.known, self._device)
+        tokens.draw_into(ids)
         return self._forward(ids, ctx, of, None)
 
     def _forward(

@@ -20,7 +20,9 @@ _MAX_FAILED_STEPS = 5  # in a row; then the engine itself is taken to be broken
 
 
 class Runner(Protocol):
-    """Runs one step's forward pass. `drawn`: the tokens of a plan with `drawn_rows`."""
+    """Runs one step's forward pass. `drawn`: what the step before it draws, for a plan that was
+    made ahead of that.
+    """
 
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult: ...
 
@@ -41,16 +43,16 @@ class TokenSampler(Protocol):
     def can_queue(self, work: Items[Work]) -> bool:
         """Whether `queue` takes these."""
 
-    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> Queued:
-        """`sample` without waiting; `ahead`: the sequences do not have their last token yet."""
+    def queue(self, logits: torch.Tensor, work: Items[Work]) -> Queued:
+        """`sample` without waiting, nor for what the step before it draws."""
 
 
 class InFlight(NamedTuple):
-    """A step that was queued; its tokens are `sampled`, or are still being drawn."""
+    """A step that was queued. `drawn` None: its tokens are chosen when it is booked."""
 
     scheduled: Scheduled
     result: StepResult
-    sampled: list[Sampled] | Queued
+    drawn: Queued | None
 
 
 class Done(NamedTuple):
@@ -68,8 +70,8 @@ class Pipeline:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, sampler: TokenSampler, *, overlap: bool
     ) -> None:
-        """`overlap`: the runner only queues steps, in order; then plain decode steps are queued
-        before the one in front of them is waited for.
+        """`overlap`: the runner only queues steps, in order; then short steps are queued before the
+        one in front of them is waited for, if its tokens are drawn without the host.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -112,37 +114,36 @@ class Pipeline:
         `before`: the step in front of it, for one that was planned ahead.
         """
         sampler = self._sampler
+        tokens = None if before is None or before.drawn is None else before.drawn.tokens
         try:
-            if before is None:
-                result = self._runner.execute(scheduled.plan)
-            else:
-                assert not isinstance(before.sampled, list), "nothing to go ahead of"
-                result = self._runner.execute(scheduled.plan, before.sampled.tokens)
-            is_ahead = before is not None  # of sequences that were queued: they can be again
-            if is_ahead or (self._overlap and sampler.can_queue(scheduled.work)):
-                sampled = sampler.queue(result.logits, scheduled.work, ahead=is_ahead)
-                return InFlight(scheduled, result, sampled)
-            return InFlight(scheduled, result, sampler.sample(result.logits, scheduled.work))
+            result = self._runner.execute(scheduled.plan, tokens)
+            can_queue = self._overlap and sampler.can_queue(scheduled.work)
+            drawn = sampler.queue(result.logits, scheduled.work) if can_queue else None
+            return InFlight(scheduled, result, drawn)
         except Exception as error:
             self._fail(scheduled, error)
             return None
 
     def _queue_behind(self, current: InFlight, now_s: float) -> InFlight | None:
         """The step after `current`, if it can be queued before `current` is waited for."""
-        if isinstance(current.sampled, list):
+        if current.drawn is None:
             return None
         scheduled = self._scheduler.schedule_ahead(current.scheduled, now_s)
         return None if scheduled is None else self._queue(scheduled, current)
 
     def _book(self, step: InFlight) -> bool:
         """Waits for a step and tells the scheduler; whether it ran."""
+        scheduled, result = step.scheduled, step.result
         try:
-            sampled = step.sampled if isinstance(step.sampled, list) else step.sampled.wait()
-            rows_finite = step.result.rows_finite
+            if step.drawn is None:
+                sampled = self._sampler.sample(result.logits, scheduled.work)
+            else:
+                sampled = step.drawn.wait()
+            rows_finite = result.rows_finite
         except Exception as error:
-            self._fail(step.scheduled, error)
+            self._fail(scheduled, error)
             return False
-        self._scheduler.postprocess(step.scheduled, rows_finite, sampled)
+        self._scheduler.postprocess(scheduled, rows_finite, sampled)
         self._num_failed = 0
         return True
 

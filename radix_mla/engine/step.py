@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,19 +35,26 @@ class Chunk:
     is_decode: bool
 
 
+class Drawn(NamedTuple):
+    """Tokens that are not known yet: those at `places` int64 [N] of the step's T tokens are rows
+    `rows` int64 [N] of what the step before it draws.
+    """
+
+    places: np.ndarray
+    rows: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass. `copies` run first, in order; then all chunks in one ragged batch.
 
-    `drawn_rows` int64 [T]: the step was planned ahead: its tokens, one a chunk, are these rows of
-    what the step before it draws, and those in the chunks mean nothing. None: they are in the
-    chunks.
+    `drawn`: for a step that was planned ahead; what the chunks hold there means nothing.
     """
 
     step_id: int
     chunks: list[Chunk]
     copies: list[PageCopy]
-    drawn_rows: np.ndarray | None = None
+    drawn: Drawn | None = None
 
     @property
     def num_tokens(self) -> int:

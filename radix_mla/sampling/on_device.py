@@ -36,6 +36,11 @@ def can_draw(item: Work) -> bool:
     )
 
 
+def is_due_nothing(item: Work) -> bool:
+    """Neither a token nor logprobs: a chunk before its prompt's end."""
+    return not item.samples and item.num_logits == 0
+
+
 class DeviceDraw:
     """Queued when made; `tokens` waits for it.
 
@@ -44,10 +49,8 @@ class DeviceDraw:
 
     on_device: torch.Tensor
 
-    def __init__(self, logits: torch.Tensor, items: Items[Work], *, ahead: bool = False) -> None:
-        """logits fp32 [T, num_sampleable]; every item `can_draw`. `ahead`: the sequences do not
-        have their last token yet.
-        """
+    def __init__(self, logits: torch.Tensor, items: Items[Work]) -> None:
+        """logits fp32 [T, num_sampleable]; every item `can_draw`."""
         from kernels.triton.sample import greedy, sample
 
         rows = [item.first_row + item.num_logits - 1 for item in items]
@@ -67,9 +70,7 @@ class DeviceDraw:
                 min_p=_send(np.array([p.min_p for p in params], np.float32), logits),
                 seeds=_send(seeds.view(np.int64), logits),
                 choices=_send(np.array([s.index for s in sequences], np.int64), logits),
-                positions=_send(
-                    np.array([s.num_tokens + ahead for s in sequences], np.int64), logits
-                ),
+                positions=_send(np.array([item.position for item in items], np.int64), logits),
             )
         self.on_device = tokens
         self._answer = Readback(torch.where(finite, tokens, _NO_TOKEN))

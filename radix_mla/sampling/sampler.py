@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from radix_mla.sampling.constraint import MaskBuilder
 from radix_mla.sampling.draw import draw
 from radix_mla.sampling.logprobs import token_logprobs
-from radix_mla.sampling.on_device import GREEDY_BELOW, DeviceDraw, can_draw
+from radix_mla.sampling.on_device import GREEDY_BELOW, DeviceDraw, can_draw, is_due_nothing
 from radix_mla.sampling.penalties import adjust, changes_logits
 from radix_mla.sampling.uniform import uniform
 from radix_mla.scheduler.batch import Sampled, Work
@@ -30,14 +30,19 @@ _NONFINITE = Sampled(error="the model's logits are not finite", nonfinite=True)
 
 
 class QueuedSample:
-    """Tokens that the device draws. tokens: int64 [N], there; `wait` brings them here."""
+    """Tokens that the device draws. tokens: int64 [N] of the items that sample, there; `wait`
+    brings them here, with an empty entry for each item that does not.
+    """
 
-    def __init__(self, draw: DeviceDraw) -> None:
-        self._draw = draw
-        self.tokens = draw.on_device
+    def __init__(self, logits: torch.Tensor, work: Items[Work]) -> None:
+        self._samples = [item.samples for item in work]
+        due = [item for item in work if item.samples]
+        self._draw = DeviceDraw(logits, due) if due else None
+        self.tokens = logits.new_empty(0).long() if self._draw is None else self._draw.on_device
 
     def wait(self) -> list[Sampled]:
-        return [_of_token(token) for token in self._draw.tokens()]
+        tokens = iter(() if self._draw is None else self._draw.tokens())
+        return [_of_token(next(tokens)) if samples else Sampled() for samples in self._samples]
 
 
 class Sampler:
@@ -59,14 +64,15 @@ class Sampler:
         return self._sample_on_host(logits.numpy(), work)
 
     def can_queue(self, work: Items[Work]) -> bool:
-        """Whether `queue` takes them: every token follows from the logits and the parameters."""
-        return all(can_draw(item) for item in work)
+        """Whether `queue` takes them: every token follows from the logits and the parameters.
 
-    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> QueuedSample:
-        """`sample` without waiting for the device. `ahead`: the sequences of `work` do not have
-        their last token yet.
+        What was queued once can be again: nothing of it changes with a token.
         """
-        return QueuedSample(DeviceDraw(logits[:, : self._num_sampleable], work, ahead=ahead))
+        return all(item.is_drawn or is_due_nothing(item) or can_draw(item) for item in work)
+
+    def queue(self, logits: torch.Tensor, work: Items[Work]) -> QueuedSample:
+        """`sample` without waiting for the device, nor for what the step before it draws."""
+        return QueuedSample(logits[:, : self._num_sampleable], work)
 
     def _sample_on_device(self, logits: torch.Tensor, work: Items[Work]) -> list[Sampled]:
         """Rows that the host must see go there; of the others one number each."""

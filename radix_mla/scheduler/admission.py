@@ -132,6 +132,7 @@ class Admission:
         """Admits `seq` if it fits. False leaves it waiting, or ended by a failure of its own."""
         num_room = batch.room(seq)
         if num_room <= 0:
+            batch.deferred = batch.ahead
             return False
         lease: Lease | None = None
         try:
@@ -142,6 +143,10 @@ class Admission:
                     self._life.end(seq, FinishReason.LENGTH)
                 return False
             num = min(num_room, seq.num_tokens - lease.num_cached)
+            if batch.ahead and num < seq.num_tokens - lease.num_cached:
+                self._cache.release(lease)
+                batch.deferred = True
+                return False
             missed = {} if seq.was_admitted else self._missed(seq, lease, in_flight)
             copies = self._cache.grow(lease, lease.num_cached + num)
         except Exception as error:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from radix_mla.errors import ContextOverflow, InvalidRequest, NoSpace
 from radix_mla.request import FinishReason, Request
 from radix_mla.scheduler.admission import Admission
-from radix_mla.scheduler.ahead import plan_ahead
+from radix_mla.scheduler.ahead import MAX_AHEAD_TOKENS, plan_ahead
 from radix_mla.scheduler.batch import Batch, Sampled, Scheduled, Work
 from radix_mla.scheduler.budget import GrowthReserve, Limits
 from radix_mla.scheduler.lifecycle import Counters, Events, Lifecycle
@@ -48,6 +48,7 @@ class Scheduler:
         self._life = Lifecycle(cache, store=limits.enable_prefix_cache)
         self._admission = Admission(cache, limits, policy, self._reserve, self._life)
         self._step_id = 0
+        self._deferred = False
 
     # -- requests
 
@@ -146,17 +147,22 @@ class Scheduler:
 
         To be called before `running` is booked, and run after it; see `ahead.py`.
         """
+        if self._deferred:  # somebody waits for a step with room for a longer prompt
+            self._deferred = False
+            return None
         self._cache.set_time(now)
-        is_full = len(self.running) >= self.limits.max_num_seqs
-        if self._life.num_waiting and not is_full:
-            return None  # one of them may be admitted instead
-        if len(running.work) < len(self.running):
-            return None  # one of them waits for the budget
-        ahead = plan_ahead(running, self._step_id + 1, self._cache, self.limits.page_size)
-        if ahead is not None:
-            self._step_id += 1
-            self._reserve.after_step(retracted=False)
-        return ahead
+        limits = self.limits
+        room = min(limits.max_num_batched_tokens, max(MAX_AHEAD_TOKENS, limits.max_num_seqs))
+        batch = Batch(self._step_id + 1, room, ahead=True)
+        if not plan_ahead(batch, self.running, running, self._cache):
+            return None
+        self._admission.scan(batch, now)
+        self._deferred = batch.deferred
+        if batch.is_empty:
+            return None
+        self._step_id += 1
+        self._reserve.after_step(retracted=False)
+        return batch.build(limits.page_size)
 
     def _plan_running(self, batch: Batch) -> None:
         decodes = [seq for seq in self.running if not seq.is_prefilling]

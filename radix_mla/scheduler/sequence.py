@@ -202,9 +202,9 @@ class Sequence:
             return len(self.prompt_logprobs) - 1
         return self.num_tokens - 1
 
-    def scheduled_tokens(self, num: int) -> NDArray[np.int32]:
-        """The next `num` tokens to compute; a view."""
-        return self._buffer[self.num_computed : self.num_computed + num]
+    def tokens_at(self, start: int, num: int) -> NDArray[np.int32]:
+        """Tokens [start, start + num); a view."""
+        return self._buffer[start : start + num]
 
     def prompt_targets(self, num: int) -> NDArray[np.int32]:
         """The prompt tokens that the next `num` tokens' logits predict; a view."""

@@ -18,6 +18,7 @@ from radix_mla.config import EngineConfig, Hardware, detect_hardware
 from radix_mla.engine.captured import CapturedSteps, bucket_sizes
 from radix_mla.engine.model_runner import ModelRunner, make_pool
 from radix_mla.engine.step import Chunk, StepPlan
+from radix_mla.engine.step_tokens import StepTokens
 from radix_mla.models.checkpoint import load_model
 from radix_mla.models.hf_config import ModelConfig
 
@@ -94,13 +95,17 @@ def test_padded_steps_equal_eager_ones(folder: Path) -> None:
             for i, c in enumerate(plan.chunks)
         ]
         rows = np.concatenate([np.array(r, dtype=np.int64) for r in asked])
-        got = captured.run(batch, tokens, rows)
+        places = np.arange(0, len(tokens), 2)  # these come from the step before
+        known = tokens.copy()
+        known[places] = 0
+        drawn = torch.from_numpy(tokens[places])
+        got = captured.run(batch, StepTokens(known, places, drawn), rows)
         assert got is not None
         torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=1e-4)
         assert got.tokens_finite.all()
         assert got.logits_finite.all()
     too_long = RaggedBatch.of([chunk(0, 60, 0, 16)], 16)
-    assert captured.run(too_long, np.zeros(60, dtype=np.int64), np.array([59])) is None
+    assert captured.run(too_long, StepTokens(np.zeros(60, dtype=np.int64)), np.array([59])) is None
 
 
 @pytest.mark.gpu

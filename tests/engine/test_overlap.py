@@ -14,20 +14,24 @@ from radix_mla.cache.prefix_cache import PageCopy
 from radix_mla.engine.step import StepPlan, StepResult
 from radix_mla.errors import NoSpace
 from radix_mla.request import FinishReason
+from radix_mla.scheduler import scheduler
 
 STOP = 11
 
 
-def drive(seed: int, page_size: int) -> int:
-    """Random requests and aborts against the oracle; how many steps went ahead."""
+def drive(seed: int, page_size: int) -> tuple[int, int]:
+    """Random requests and aborts against the oracle, on a pool whose free pages are overwritten
+    after each step; how many steps went ahead, and how many of them were not plain decode.
+    """
     rng = random.Random(seed)
     sampler = QueueSampler()
-    engine, _ = make_fake_engine(
+    engine, runner = make_fake_engine(
         num_pages=rng.choice([60, 200]) * 4 // page_size,
         page_size=page_size,
         sampler=sampler,
         overlap=True,
         max_num_seqs=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=rng.choice([9, 32, 64]),
         commit_every=rng.choice([1, 5, 256]),
     )
     oracle, head = Oracle(VOCAB), [rng.randrange(VOCAB) for _ in range(30)]
@@ -45,6 +49,8 @@ def drive(seed: int, page_size: int) -> int:
             params = {"stop_token_ids": stops, "temperature": 0.0}
             if rng.random() < 0.1:
                 params["logprobs"] = 1  # never queued
+            if rng.random() < 0.1:
+                params["prompt_logprobs"] = 1
             engine.add_request(make_request(name, prompt, num, **params))
             want[name] = oracle.generate(prompt, num, frozenset(stops))
             have[name] = []
@@ -52,6 +58,7 @@ def drive(seed: int, page_size: int) -> int:
             engine.abort(rng.choice(list(have)))
         events = engine.step() if engine.has_work else engine.take_events()
         engine.cache.audit()
+        runner.model.poison(engine.cache.free_pages())
         for output in events.sequences:
             have[output.request_id] += output.token_ids
             if output.finish_reason:
@@ -65,18 +72,27 @@ def drive(seed: int, page_size: int) -> int:
             assert have[name] == tokens, name
     counts = engine.cache.counts()
     assert counts.private == counts.protected == 0
-    return sampler.num_ahead
+    return sampler.num_ahead, sampler.num_mixed_ahead
+
+
+def ahead(seeds: range, page_size: int) -> tuple[int, int]:
+    counts = [drive(seed, page_size) for seed in seeds]
+    return sum(count for count, _ in counts), sum(mixed for _, mixed in counts)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_requests(page_size: int) -> None:
-    assert sum(drive(seed, page_size) for seed in range(25)) > 100
+    num, mixed = ahead(range(25), page_size)
+    assert num > 300
+    assert mixed > 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 def test_many_random_requests(page_size: int) -> None:
-    assert sum(drive(seed, page_size) for seed in range(100, 900)) > 4000
+    num, mixed = ahead(range(100, 900), page_size)
+    assert num > 10_000
+    assert mixed > 1000
 
 
 def test_a_failing_step_fails_its_sequences_once() -> None:
@@ -129,6 +145,60 @@ def test_without_a_page_the_next_step_waits(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused
     assert sampler.num_ahead > 3
     assert engine.stats().retractions == 0
+
+
+def test_new_requests_join_a_step_that_is_queued_ahead() -> None:
+    """And none of them makes the device wait: every step but the first is planned ahead."""
+    sampler = QueueSampler()
+    engine, runner = make_fake_engine(sampler=sampler, overlap=True)
+    have: dict[str, list[int]] = {name: [] for name in "abc"}
+    prompts = {name: [ord(name) % VOCAB, *range(9)] for name in have}
+    waiting = list(have)
+    while engine.has_work or waiting:
+        if waiting and runner.num_steps % 4 == 0:
+            name = waiting.pop(0)
+            engine.add_request(make_request(name, prompts[name], 20, temperature=0.0))
+        for output in engine.step().sequences:
+            have[output.request_id] += output.token_ids
+    assert sampler.num_mixed_ahead == 2
+    assert sampler.num_ahead == runner.num_steps - 1
+    for name, tokens in have.items():
+        assert tokens == Oracle(VOCAB).generate(prompts[name], 20, frozenset())
+
+
+def test_a_long_prompt_gets_the_next_step_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are queued ahead are short; they may not keep it out."""
+    monkeypatch.setattr(scheduler, "MAX_AHEAD_TOKENS", 8)
+    sampler = QueueSampler()
+    engine, runner = make_fake_engine(sampler=sampler, overlap=True, num_pages=100)
+    engine.add_request(make_request("decode", [1, 2, 3], 200, temperature=0.0))
+    for _ in range(5):
+        engine.step()
+    engine.add_request(make_request("long", list(range(20)), 5, temperature=0.0))
+    before = runner.num_steps
+    while not engine.step().admitted:
+        assert runner.num_steps - before < 4
+    assert sampler.num_mixed_ahead == 0
+
+
+def test_one_that_the_host_must_see_may_join_ahead() -> None:
+    """The step is queued; its tokens are chosen when it is booked, and nothing goes ahead of it."""
+    sampler = QueueSampler()
+    engine, _ = make_fake_engine(sampler=sampler, overlap=True)
+    engine.add_request(make_request("a", [1, 2, 3], 20, temperature=0.0))
+    for _ in range(4):
+        engine.step()
+    num = sampler.num_ahead
+    engine.add_request(make_request("b", [4, 5], 3, temperature=0.0, logprobs=1))
+    logprobs: list[object] = []
+    have: dict[str, list[int]] = {"a": [], "b": []}
+    while engine.has_work:
+        for output in engine.step().sequences:
+            have[output.request_id] += output.token_ids
+            logprobs += output.logprobs or []
+    assert len(logprobs) == 3
+    assert have["b"] == Oracle(VOCAB).generate([4, 5], 3, frozenset())
+    assert sampler.num_ahead > num, "after b has ended"
 
 
 def test_prompts_that_wait_for_the_budget_keep_steps_apart() -> None:

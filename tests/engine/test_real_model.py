@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from support.greedy_runs import assert_equal_runs, make_request, prefix_families, run
 from support.tiny_checkpoint import make_checkpoint
 
@@ -17,6 +18,7 @@ from radix_mla.engine.build import build_engine, limits_of
 from radix_mla.engine.engine import Engine
 from radix_mla.engine.outputs import SequenceOutput
 from radix_mla.request import FinishReason, Request, SamplingParams
+from radix_mla.scheduler.batch import Work
 
 VOCAB = 256
 
@@ -188,3 +190,53 @@ def test_r14_an_abort_storm_leaves_nothing_behind(model: Path) -> None:
 @pytest.mark.stress
 def test_r14_a_long_abort_storm_leaves_nothing_behind(model: Path) -> None:
     storm(model, 500)
+
+
+class _Counted:
+    """A sampler that counts the steps whose tokens it queued ahead, plain decode apart."""
+
+    def __init__(self, sampler: object) -> None:
+        self._sampler = sampler
+        self.num_ahead = self.num_mixed_ahead = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sampler, name)
+
+    def queue(self, logits: torch.Tensor, work: list[Work]) -> object:
+        is_drawn = [item.is_drawn for item in work]
+        self.num_ahead += any(is_drawn)
+        self.num_mixed_ahead += any(is_drawn) and not all(is_drawn)
+        return self._sampler.queue(logits, work)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_steps_queued_ahead_change_nothing(model: Path, chunk: int) -> None:
+    """As on a GPU, whose draws run in Triton's interpreter here; requests come one by one."""
+    pytest.importorskip("triton")
+    prompts = prefix_families(5, families=3, prompts=8, vocab=VOCAB, max_prefix=40, max_own=20)
+    results = []
+    for overlap in (False, True):
+        engine = build(model, page_size=16, max_num_batched_tokens=chunk, max_num_seqs=3)
+        pipeline = engine._pipeline
+        sampler = _Counted(pipeline._sampler)
+        pipeline._overlap, pipeline._sampler = overlap, sampler  # type: ignore[assignment]
+        tokens: dict[str, list[int]] = {}
+        waiting = list(enumerate(prompts))
+        while engine.has_work or waiting:
+            if waiting and (engine.num_steps % 3 == 0 or not engine.has_work):
+                i, prompt = waiting.pop(0)
+                params = SamplingParams(
+                    max_tokens=6 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i
+                )
+                request = Request(
+                    request_id=f"r{i}", prompt=prompt.astype("<i4").tobytes(), params=params
+                )
+                engine.add_request(request)
+            for output in engine.step().sequences:
+                assert output.error is None
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            engine.cache.audit()
+        results.append(tokens)
+        assert (sampler.num_ahead > 20) == overlap
+        assert (sampler.num_mixed_ahead > 3) == overlap
+    assert results[0] == results[1]

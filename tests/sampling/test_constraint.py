@@ -63,7 +63,7 @@ def sequence(gate: threading.Event | None = None, **params) -> Sequence:
 
 
 def work(*sequences: Sequence) -> list[Work]:
-    return [Work(seq, 1, True, True, row, 1) for row, seq in enumerate(sequences)]
+    return [Work(seq, 1, True, True, row, 1, seq.num_tokens) for row, seq in enumerate(sequences)]
 
 
 def logits(rows: int) -> torch.Tensor:

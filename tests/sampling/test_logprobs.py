@@ -44,7 +44,7 @@ def test_logprobs_ignore_temperature_and_penalties() -> None:
     for params in ({}, {"temperature": 0.1, "repetition_penalty": 5.0, "top_k": 1}):
         request = make_request("r", [1, 2], 5, seed=3, logprobs=3, **params)
         seq = Sequence(request, 0, namespace="", order=0)
-        (sampled,) = Sampler(VOCAB).sample(rows, [Work(seq, 1, True, True, 0, 1)])
+        (sampled,) = Sampler(VOCAB).sample(rows, [Work(seq, 1, True, True, 0, 1, seq.num_tokens)])
         found.append(sampled.logprobs)
         expected = torch.log_softmax(rows[0], 0)[sampled.token_id]
         assert sampled.logprobs.logprob == pytest.approx(float(expected), abs=1e-5)
@@ -57,12 +57,12 @@ def test_t14_prompt_logprobs_are_those_of_the_next_prompt_token() -> None:
     request = make_request("r", prompt, 5, temperature=0.0, prompt_logprobs=2)
     seq = Sequence(request, 0, namespace="", order=0)
     sampler = Sampler(VOCAB)
-    (first,) = sampler.sample(rows[:3], [Work(seq, 3, False, False, 0, 3)])
+    (first,) = sampler.sample(rows[:3], [Work(seq, 3, False, False, 0, 3, seq.num_tokens)])
     assert first.token_id is None
     seq.add_prompt_logprobs(1, first.prompt_logprobs)
     seq.advance(3)
     assert not seq.needs_prompt_logprobs
-    (last,) = sampler.sample(rows[3:], [Work(seq, 1, False, True, 0, 1)])
+    (last,) = sampler.sample(rows[3:], [Work(seq, 1, False, True, 0, 1, seq.num_tokens)])
     assert last.token_id == int(rows[3].argmax())
     assert seq.prompt_logprobs[0] is None
     expected = torch.log_softmax(rows, dim=1)
@@ -77,5 +77,5 @@ def test_prompt_logits_that_are_not_finite_fail_the_sequence() -> None:
     rows[0, 3] = torch.nan
     request = make_request("r", [1, 2, 3], 5, prompt_logprobs=0)
     seq = Sequence(request, 0, namespace="", order=0)
-    (sampled,) = Sampler(VOCAB).sample(rows, [Work(seq, 3, False, True, 0, 3)])
+    (sampled,) = Sampler(VOCAB).sample(rows, [Work(seq, 3, False, True, 0, 3, seq.num_tokens)])
     assert sampled.nonfinite

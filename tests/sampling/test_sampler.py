@@ -35,7 +35,7 @@ def make_sequence(
 def sample(logits: np.ndarray, *seqs: Sequence, num_sampleable: int | None = None) -> list[Sampled]:
     rows = np.atleast_2d(logits).astype(np.float32)
     sampler = Sampler(num_sampleable or rows.shape[1])
-    work = [Work(seq, 1, True, True, i, 1) for i, seq in enumerate(seqs)]
+    work = [Work(seq, 1, True, True, i, 1, seq.num_tokens) for i, seq in enumerate(seqs)]
     return sampler.sample(torch.from_numpy(rows), work)
 
 
@@ -159,9 +159,9 @@ def mixed_work() -> list[Work]:
         make_sequence(logprobs=2),
         make_sequence(generated=[4, 4, 4], presence_penalty=1.5),
     ]
-    work = [Work(seq, 1, i != 3, i != 3, i, 1) for i, seq in enumerate(plain)]
+    work = [Work(seq, 1, i != 3, i != 3, i, 1, seq.num_tokens) for i, seq in enumerate(plain)]
     seq = make_sequence([1, 2, 3], temperature=0.0, prompt_logprobs=1)
-    return [*work, Work(seq, 3, False, True, len(work), 3)]
+    return [*work, Work(seq, 3, False, True, len(work), 3, seq.num_tokens)]
 
 
 def test_rows_that_stay_on_a_device_are_sampled_as_on_the_host() -> None:
@@ -178,9 +178,14 @@ def test_a_draw_ahead_of_the_last_token_is_the_draw_after_it() -> None:
     logits = torch.from_numpy(random_logits(rows=2))
     params = {"temperature": 0.9, "top_p": 0.95, "seed": 17}
     sampler = Sampler(VOCAB)
-    before = [Work(make_sequence(**params), 1, True, True, i, 1) for i in range(2)]
-    after = [Work(make_sequence(generated=[9], **params), 1, True, True, i, 1) for i in range(2)]
-    queued = sampler.queue(logits, before, ahead=True)
+    seqs = [make_sequence(**params) for _ in range(2)]
+    before = [
+        Work(seq, 1, True, True, i, 1, seq.num_tokens + 1, is_drawn=True)
+        for i, seq in enumerate(seqs)
+    ]
+    seqs = [make_sequence(generated=[9], **params) for _ in range(2)]
+    after = [Work(seq, 1, True, True, i, 1, seq.num_tokens) for i, seq in enumerate(seqs)]
+    queued = sampler.queue(logits, before)
     assert queued.wait() == sampler.sample(logits, after)
     assert queued.tokens.tolist() == [sampled.token_id for sampled in queued.wait()]
 

@@ -14,6 +14,7 @@ from support.scheduler_sim import VOCAB
 from radix_mla.cache.prefix_cache import PrefixCache
 from radix_mla.engine.engine import Engine
 from radix_mla.engine.step import StepPlan, StepResult
+from radix_mla.engine.step_tokens import StepTokens
 from radix_mla.sampling.sampler import Sampler
 from radix_mla.scheduler.batch import Sampled, Work
 from radix_mla.scheduler.budget import Limits
@@ -31,11 +32,12 @@ class FakeRunner:
 
     def execute(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> StepResult:
         self.num_steps += 1
-        if plan.drawn_rows is not None:
-            assert drawn is not None
-            tokens = drawn.numpy()[plan.drawn_rows].astype(np.int32)
-            chunks = [replace(c, tokens=tokens[i : i + 1]) for i, c in enumerate(plan.chunks)]
-            plan = replace(plan, chunks=chunks)
+        if plan.drawn is not None:
+            ids = torch.from_numpy(np.concatenate([c.tokens for c in plan.chunks])).long()
+            StepTokens.of(plan, drawn).draw_into(ids)
+            parts = ids.int().split([len(c.tokens) for c in plan.chunks])
+            chunks = zip(plan.chunks, parts, strict=True)
+            plan = replace(plan, chunks=[replace(c, tokens=p.numpy()) for c, p in chunks])
         tokens = self.model.run(plan)
         logits = torch.zeros(sum(chunk.num_logits for chunk in plan.chunks), VOCAB)
         row = 0
@@ -53,23 +55,30 @@ class FakeRunner:
 class QueueSampler(Sampler):
     """Greedy, as on a device: the tokens are there at once, and come here when they are asked for.
 
-    Counts the steps that were queued before the one in front of them was read.
+    Counts the steps that were queued before the one in front of them was read, and those of them
+    that hold more than plain decode.
     """
 
     def __init__(self) -> None:
         super().__init__(VOCAB)
         self.num_ahead = 0
+        self.num_mixed_ahead = 0
 
-    def queue(self, logits: torch.Tensor, work: Items[Work], *, ahead: bool) -> QueueSampler.Tokens:  # type: ignore[override]
-        self.num_ahead += ahead
-        return QueueSampler.Tokens(logits.argmax(dim=-1))
+    def queue(self, logits: torch.Tensor, work: Items[Work]) -> QueueSampler.Tokens:  # type: ignore[override]
+        if any(item.is_drawn for item in work):
+            self.num_ahead += 1
+            self.num_mixed_ahead += not all(item.is_drawn for item in work)
+        return QueueSampler.Tokens(logits, work)
 
     class Tokens:
-        def __init__(self, tokens: torch.Tensor) -> None:
-            self.tokens = tokens
+        def __init__(self, logits: torch.Tensor, work: Items[Work]) -> None:
+            self._due = [item.samples for item in work]
+            rows = [item.first_row + item.num_logits - 1 for item in work if item.samples]
+            self.tokens = logits[rows].argmax(dim=-1)
 
         def wait(self) -> list[Sampled]:
-            return [Sampled(token) for token in self.tokens.tolist()]
+            tokens = iter(self.tokens.tolist())
+            return [Sampled(next(tokens)) if due else Sampled() for due in self._due]
 
 
 def make_fake_engine(

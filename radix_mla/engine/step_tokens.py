@@ -1,0 +1,45 @@
+"""`StepTokens`: a step's token ids, some of which the step before it is still drawing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+
+from radix_mla.upload import to_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from radix_mla.engine.step import StepPlan
+
+
+class StepTokens(NamedTuple):
+    """known: int64 [T], on the host; where it means nothing, `places` int64 [N] say so, and the ids
+    are `drawn` int64 [N], on the device.
+    """
+
+    known: np.ndarray
+    places: np.ndarray | None = None
+    drawn: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, plan: StepPlan, drawn: torch.Tensor | None) -> Self:
+        """drawn: int64, what the step before `plan` draws."""
+        known = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
+        if plan.drawn is None:
+            return cls(known)
+        assert drawn is not None, "a step planned ahead needs the tokens that are drawn"
+        places, rows = plan.drawn
+        if len(rows) < len(drawn):  # else they are 0, 1, 2, ...
+            drawn = drawn.index_select(0, to_device(rows, drawn.device))
+        return cls(known, places, drawn)
+
+    def draw_into(self, ids: torch.Tensor) -> None:
+        """Puts the drawn ones where they belong in ids int64 [at least T]; waits for nothing."""
+        if self.drawn is None or self.places is None:
+            return
+        if len(self.places) == len(self.known):
+            ids[: len(self.known)].copy_(self.drawn)
+        else:
+            ids.index_copy_(0, to_device(self.places, ids.device), self.drawn)
