@@ -154,10 +154,10 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Mon
     (whole,) = llm.generate([7, 7, 7, 8], max_tokens=4, **GREEDY)
     execute = llm.engine._pipeline._runner.execute
 
-    def interrupted(plan):
+    def interrupted(plan, drawn=None):
         if plan.chunks[0].is_decode:
             raise KeyboardInterrupt
-        return execute(plan)
+        return execute(plan, drawn)
 
     monkeypatch.setattr(llm.engine._pipeline._runner, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):
