@@ -1,6 +1,6 @@
 """Absorbed attention of steps whose sequences share prefixes, by each family of captured steps.
 
-    PYTHONPATH=. python tests/bench/gpu/bench_sharing.py [--heads 16] [--backend fa3,flashmla]
+    PYTHONPATH=. python tests/bench/gpu/bench_sharing.py [--heads 16] [--backend fa3,flashmla] [--cases 14]
 
 `us`: one layer's attention by each family that can take the step, as a graph replay with L2 cold
 (medians of 20); `estimates`: what `attention/absorbed_cost.py` expects; `chosen` is the family with
@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--backend", default="fa3,flashmla")
+    parser.add_argument("--cases", nargs="*", type=int, default=list(range(len(CASES))))
     options = parser.parse_args()
     dims = MLADims(num_heads=options.heads, latent=512, nope=128, rope=64, value=128)
     setting = Setting(DEVICE, device_arch(DEVICE), "bf16", "bf16", PAGE, dims, 512, 512, MAX_PAGES)
@@ -123,7 +124,7 @@ def main() -> None:
         for family in get_args(Family)
         if name == "flashmla" or family != "shared"  # Triton's is its mixed one
     }
-    for case in CASES:
+    for case in (CASES[index] for index in options.cases):
         batch = batch_of(case, pool.num_pages)
         work = work_of(batch)
         work = replace(work, shared=shared_in(work))
