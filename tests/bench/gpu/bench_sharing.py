@@ -1,6 +1,6 @@
 """Absorbed attention of steps whose sequences share prefixes, by each family of captured steps.
 
-    PYTHONPATH=. python tests/bench/gpu/bench_sharing.py [--heads 16] [--backend fa3,flashmla] [--cases 14]
+    PYTHONPATH=. python tests/bench/gpu/bench_sharing.py [--heads 16] [--cases 14]
 
 `us`: one layer's attention by each family that can take the step, as a graph replay with L2 cold
 (medians of 20); `estimates`: what `attention/absorbed_cost.py` expects; `chosen` is the family with
