@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from radix_mla.errors import NoSpace
 from radix_mla.scheduler.batch import Batch, Progress, Scheduled
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def plan_ahead(
         assert seq.lease is not None
         try:
             copies = cache.grow(seq.lease, progress.num_computed + num)
-        except NoSpace:
+        except Exception:  # no page, or a failure: the ordinary plan meets it again and books it
             return False
         batch.add(seq, num, copies, progress)
     return True
