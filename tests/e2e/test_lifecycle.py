@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,10 +35,9 @@ def open_stream(server: ServerProcess, **body: object) -> http.client.HTTPConnec
     return connection
 
 
-def serve(tiny_model: Path, *flags: str) -> ServerProcess:
-    return ServerProcess(
-        tiny_model, "--served-model-name", "tiny", "--kv-cache-tokens", "8192", *flags
-    )
+def serve(tiny_model: Path, *, without: Sequence[str] = ("xgrammar",)) -> ServerProcess:
+    flags = ("--served-model-name", "tiny", "--kv-cache-tokens", "8192")
+    return ServerProcess(tiny_model, *flags, without=without)
 
 
 def test_engine_death_fails_pending_requests_and_health(tiny_model: Path) -> None:
@@ -65,7 +65,7 @@ def test_engine_death_fails_pending_requests_and_health(tiny_model: Path) -> Non
 
 
 def test_sigterm_drains_and_leaves_no_process(tiny_model: Path) -> None:
-    with serve(tiny_model) as server:
+    with serve(tiny_model, without=()) as server:
         engine = engine_of(server)
         connection = open_stream(server, max_tokens=300)
         reply = connection.getresponse()
@@ -81,7 +81,7 @@ def test_sigterm_drains_and_leaves_no_process(tiny_model: Path) -> None:
 
 
 def test_no_engine_outlives_a_killed_server(tiny_model: Path) -> None:
-    with serve(tiny_model) as server:
+    with serve(tiny_model, without=()) as server:
         engine = engine_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(10)
