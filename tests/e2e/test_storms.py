@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,6 +183,37 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("count", [90, pytest.param(500, marks=pytest.mark.stress)])
 def test_clients_that_leave_at_random_moments(server: ServerProcess, count: int) -> None:
     check_storm(server, count)
+
+
+def test_disconnects_abort_and_give_everything_back(server: ServerProcess) -> None:
+    before = server.metrics()
+    long = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True}
+    connections = [
+        server.open_stream("/v1/completions", prompt=[9, i, 3], n=1 + i % 2, **long)
+        for i in range(6)
+    ]
+    for connection in connections:
+        connection.getresponse().readline()
+    plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    plain.request("POST", "/v1/completions", json.dumps({**long, "prompt": [5, 6, 7, 8]}))
+    wait_for(lambda: server.metrics().total("requests_running") > 0)
+    for connection in [*connections, plain]:
+        connection.sock.close()
+        connection.close()
+    wait_for(lambda: server.metrics().total("requests_running") == 0, 5)
+    metrics = server.metrics()
+    assert metrics.total("requests_waiting") == 0
+    aborted, accepted = (
+        metrics.total(name, **labels) - before.total(name, **labels)
+        for name, labels in (
+            ("requests_finished_total", {"reason": "abort"}),
+            ("requests_accepted_total", {}),
+        )
+    )
+    assert aborted == accepted >= 6
+    states = metrics.by("kv_cache_tokens", "state")
+    assert states["private"] == states["protected"] == 0
+    assert server.get("/v1/cache/audit")["ok"] is True
 
 
 def test_flush_while_busy_over_http(server: ServerProcess) -> None:

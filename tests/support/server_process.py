@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -115,6 +116,13 @@ class ServerProcess:
         status, value = self.request("POST", path, body)
         assert status == 200, (path, status, value)
         return value
+
+    def open_stream(self, path: str, **body: Any) -> http.client.HTTPConnection:
+        """Asks for a stream; the caller reads and closes it, or just closes it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body["stream"] = True
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        return connection
 
     def metrics(self) -> Metrics:
         return Metrics.parse(self.get("/metrics"))
