@@ -32,9 +32,3 @@ def one_layer_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
     flags = ("--kv-cache-tokens", "98304", "--model-alias", "claude-*")
     with ServerProcess(folder, "--served-model-name", "demo", *flags) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def demo_server() -> Iterator[ServerProcess]:
-    with ServerProcess(DEMO, "--kv-cache-tokens", "16384") as server:
-        yield server

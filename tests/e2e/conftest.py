@@ -1,12 +1,10 @@
-"""Real servers on loopback. The demo model is served once a session for read-mostly tests."""
+"""Real servers on loopback, most of them with a tiny model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.server_process import DEMO, ServerProcess
 from support.tiny_checkpoint import make_checkpoint
 
 
@@ -15,12 +13,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-
-
-@pytest.fixture(scope="session")
-def demo_server() -> Iterator[ServerProcess]:
-    with ServerProcess(DEMO, "--kv-cache-tokens", "16384") as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

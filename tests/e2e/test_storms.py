@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -169,34 +172,69 @@ def check_storm(server: ServerProcess, count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("count", [90, pytest.param(500, marks=pytest.mark.stress)])
-def test_clients_that_leave_at_random_moments(tiny_model: Path, count: int) -> None:
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
     flags = ("--served-model-name", "tiny", "--kv-cache-tokens", "4096", "--max-num-seqs", "16")
-    with ServerProcess(tiny_model, *flags, "--max-num-batched-tokens", "128") as server:
-        check_storm(server, count)
+    flags = (*flags, "--max-num-batched-tokens", "128")
+    with ServerProcess(tiny_model, *flags, without=["xgrammar"]) as server:
+        yield server
 
 
-def test_flush_while_busy_over_http(tiny_model: Path) -> None:
+@pytest.mark.parametrize("count", [90, pytest.param(500, marks=pytest.mark.stress)])
+def test_clients_that_leave_at_random_moments(server: ServerProcess, count: int) -> None:
+    check_storm(server, count)
+
+
+def test_disconnects_abort_and_give_everything_back(server: ServerProcess) -> None:
+    before = server.metrics()
+    long = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True}
+    connections = [
+        server.open_stream("/v1/completions", prompt=[9, i, 3], n=1 + i % 2, **long)
+        for i in range(6)
+    ]
+    for connection in connections:
+        connection.getresponse().readline()
+    plain = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    plain.request("POST", "/v1/completions", json.dumps({**long, "prompt": [5, 6, 7, 8]}))
+    wait_for(lambda: server.metrics().total("requests_running") > 0)
+    for connection in [*connections, plain]:
+        connection.sock.close()
+        connection.close()
+    wait_for(lambda: server.metrics().total("requests_running") == 0, 5)
+    metrics = server.metrics()
+    assert metrics.total("requests_waiting") == 0
+    aborted, accepted = (
+        metrics.total(name, **labels) - before.total(name, **labels)
+        for name, labels in (
+            ("requests_finished_total", {"reason": "abort"}),
+            ("requests_accepted_total", {}),
+        )
+    )
+    assert aborted == accepted >= 6
+    states = metrics.by("kv_cache_tokens", "state")
+    assert states["private"] == states["protected"] == 0
+    assert server.get("/v1/cache/audit")["ok"] is True
+
+
+def test_flush_while_busy_over_http(server: ServerProcess) -> None:
     """After the answer nothing hits, and what runs is unharmed."""
-    flags = ("--served-model-name", "tiny", "--kv-cache-tokens", "4096")
     prompt = list(range(3, 203))
-    with ServerProcess(tiny_model, *flags) as server:
-        body = {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 400,
-            "ignore_eos": True,
-            "temperature": 0,
-            "return_token_ids": True,
-        }
-        want = server.post("/v1/completions", **body)
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.post, "/v1/completions", **body)
-            wait_for(lambda: server.metrics().total("requests_running") == 1)
-            status, dropped = server.request("DELETE", "/v1/cache")
-            assert status == 200, dropped
-            after = server.post("/v1/completions", **{**body, "max_tokens": 1})
-            ran = running.result()
-        assert ran["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
-        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert server.get("/v1/cache/audit")["ok"] is True
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    want = server.post("/v1/completions", **body)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", **body)
+        wait_for(lambda: server.metrics().total("requests_running") == 1)
+        status, dropped = server.request("DELETE", "/v1/cache")
+        assert status == 200, dropped
+        after = server.post("/v1/completions", **{**body, "max_tokens": 1})
+        ran = running.result()
+    assert ran["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert server.get("/v1/cache/audit")["ok"] is True

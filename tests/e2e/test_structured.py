@@ -7,9 +7,7 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,7 +18,6 @@ from support.server_process import ServerProcess, wait_for
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("xgrammar")
-DEMO = Path(__file__).parents[2] / "configs" / "demo"
 # Each takes the compiler tens of times its limit of 0.6 s, or memory that it does not get.
 HOSTILE: dict[str, list[Any]] = {
     "guided_json": [
@@ -47,11 +44,10 @@ def is_overloaded() -> bool:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(DEMO, "--kv-cache-tokens", "16384") as server:
-        # The compiler's process is there from here on.
-        server.post("/v1/completions", prompt="a", guided_choice=["yes", "no"])
-        yield server
+def server(demo_server: ServerProcess) -> ServerProcess:
+    # The compiler's process is there from here on.
+    demo_server.post("/v1/completions", prompt="a", guided_choice=["yes", "no"])
+    return demo_server
 
 
 def stream(server: ServerProcess, path: str, **body) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 40) -> None:
 class ServerProcess:
     """`radix-mla serve MODEL FLAGS`, ready when the constructor returns.
 
+    `without`: packages that it shall not find, as where they are not installed; without xgrammar no
+    compiler for grammars is started beside the engine, which takes seconds of a core.
     Raises RuntimeError with the server's output if it exits or is not ready in time.
     """
 
@@ -43,7 +46,7 @@ class ServerProcess:
         self,
         model: Path | str,
         *flags: str,
-        env: dict[str, str] | None = None,
+        without: Sequence[str] = (),
         ready_s: float = 60,
         log: Path | None = None,
     ) -> None:
@@ -59,7 +62,7 @@ class ServerProcess:
             cwd=ROOT,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **_hide(without)},
         )
         try:
             self._wait_ready(ready_s)
@@ -114,6 +117,13 @@ class ServerProcess:
         assert status == 200, (path, status, value)
         return value
 
+    def open_stream(self, path: str, **body: Any) -> http.client.HTTPConnection:
+        """Asks for a stream; the caller reads and closes it, or just closes it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body["stream"] = True
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        return connection
+
     def metrics(self) -> Metrics:
         return Metrics.parse(self.get("/metrics"))
 
@@ -138,6 +148,12 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def _hide(packages: Sequence[str]) -> dict[str, str]:
+    """What lets a process and its children find no such packages."""
+    folder = Path(__file__).parent / "without"
+    return {"PYTHONPATH": str(folder), "TEST_WITHOUT": ",".join(packages)} if packages else {}
 
 
 class Metrics:
