@@ -103,20 +103,14 @@ def test_whole_matrix(
     check_knobs(want, requests(200, 20, 16), page_size, chunk, form, pool=3072)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "families"), [(24, 6), pytest.param(40, 8, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_eviction_and_retraction_happen_and_change_nothing(
-    reference: Callable[[int, int, int], dict[str, Greedy]],
-    page_size: int,
-    prompts: int,
-    families: int,
+    reference: Callable[[int, int, int], dict[str, Greedy]], page_size: int
 ) -> None:
     """A pool for three or four at a time, and outputs that outgrow the reserve."""
-    want = reference(prompts, families, 30)
+    want = reference(40, 8, 30)
     small = engine(page_size=page_size, kv_cache_tokens=576, max_num_batched_tokens=128)
-    have = run(small, requests(prompts, families, 30), after_step=small.cache.audit)
+    have = run(small, requests(40, 8, 30), after_step=small.cache.audit)
     assert_equal_runs(want, have)
     assert small.stats().retractions > 0
     assert sum(small.cache.evicted_tokens.values()) > 0
