@@ -54,7 +54,7 @@ def plan_ahead(
     decodes: list[tuple[Sequence, Progress]] = []
     prefills: list[tuple[Sequence, Progress]] = []
     for seq in sequences:
-        progress = after.get(seq, Progress(seq.num_computed, seq.num_tokens))
+        progress = after[seq] if seq in after else Progress(seq.num_computed, seq.num_tokens)
         if progress is None:
             continue
         is_decode = progress.num_computed >= seq.prefill_target
