@@ -116,7 +116,7 @@ class CapturedSteps:
         report(len(order), len(order))
 
     def run(self, batch: RaggedBatch, tokens: StepTokens, rows: np.ndarray) -> StepOutputs | None:
-        """Queues the step if there is a graph for it. T tokens, rows int64 [M], host; every
+        """Queues the step; None: there is no graph for it. T tokens, rows int64 [M], host; every
         sequence's form must be absorbed.
         """
         if len(tokens.known) > self._sizes["plain"][-1] or len(rows) > self._max_logits:
@@ -124,14 +124,17 @@ class CapturedSteps:
         work = work_of(batch)
         if len(work.kv_lens) > 1:
             work = replace(work, shared=shared_in(work))
-        return self._fastest(work).run(batch, work, tokens, rows)
+        step = self._fastest(work)
+        return None if step is None else step.run(batch, work, tokens, rows)
 
-    def _fastest(self, work: MQAWork) -> _CapturedStep:
+    def _fastest(self, work: MQAWork) -> _CapturedStep | None:
+        """None: more sequences, some of several queries, than any family has room for."""
         decode = work.num_queries == len(work.kv_lens)
         if decode and not (work.shared and work.shared.passes):
             return self._step("plain", work.num_queries)
         steps = [self._step(name, work.num_queries) for name in self._sizes]
-        return min((s for s in steps if s.fits(work)), key=lambda step: step.estimate_us(work))
+        fitting = (step for step in steps if step.fits(work))
+        return min(fitting, key=lambda step: step.estimate_us(work), default=None)
 
     def _step(self, family: str, num_tokens: int) -> _CapturedStep:
         size = next(size for size in self._sizes[family] if size >= num_tokens)

@@ -104,9 +104,13 @@ class Pipeline:
         current, self._current = self._current, None
         if current is None:
             return None
+        num_failed = self._num_failed
         if go_ahead:
             self._ahead = self._queue_behind(current, now_s)
-        return Done(current.scheduled, current.result if self._book(current) else None)
+        if not self._book(current):
+            return Done(current.scheduled, None)
+        self._num_failed -= num_failed  # what failed behind it counts on
+        return Done(current.scheduled, current.result)
 
     def _queue(self, scheduled: Scheduled, before: InFlight | None = None) -> InFlight | None:
         """Runs a step as far as it goes without waiting for the device; None: it failed.
@@ -144,7 +148,6 @@ class Pipeline:
             self._fail(scheduled, error)
             return False
         self._scheduler.postprocess(scheduled, rows_finite, sampled)
-        self._num_failed = 0
         return True
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:

@@ -31,7 +31,7 @@ class StepTokens(NamedTuple):
             return cls(known)
         assert drawn is not None, "a step planned ahead needs the tokens that are drawn"
         places, rows = plan.drawn
-        if len(rows) < len(drawn):  # else they are 0, 1, 2, ...
+        if not np.array_equal(rows, np.arange(len(drawn))):  # not all, or in another order
             drawn = drawn.index_select(0, to_device(rows, drawn.device))
         return cls(known, places, drawn)
 

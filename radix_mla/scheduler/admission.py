@@ -80,6 +80,8 @@ class Admission:
                     passed.num_skips += 1
             elif is_open and seq.is_waiting:
                 blocked.append(seq)
+            # One that waits for a longer step gets the next one: nobody takes its slot or pages.
+            is_open = is_open and not batch.deferred
             is_open = is_open and self._is_open(batch) and not self._is_blocked(blocked)
 
     def _is_open(self, batch: Batch) -> bool:
@@ -131,8 +133,10 @@ class Admission:
     def _try_start(self, seq: Sequence, batch: Batch, in_flight: int, now: float) -> bool:
         """Admits `seq` if it fits. False leaves it waiting, or ended by a failure of its own."""
         num_room = batch.room(seq)
+        if batch.ahead and seq.num_tokens - self._peek(seq) > num_room:
+            batch.deferred = True
+            return False
         if num_room <= 0:
-            batch.deferred = batch.ahead
             return False
         lease: Lease | None = None
         try:
@@ -143,10 +147,6 @@ class Admission:
                     self._life.end(seq, FinishReason.LENGTH)
                 return False
             num = min(num_room, seq.num_tokens - lease.num_cached)
-            if batch.ahead and num < seq.num_tokens - lease.num_cached:
-                self._cache.release(lease)
-                batch.deferred = True
-                return False
             missed = {} if seq.was_admitted else self._missed(seq, lease, in_flight)
             copies = self._cache.grow(lease, lease.num_cached + num)
         except Exception as error:

@@ -171,13 +171,13 @@ class Lifecycle:
         else:
             self.end(seq, reason, output=output)
 
-    def commit(self, seq: Sequence, num_rows: int | None = None) -> None:
-        """Puts the computed rows, or the first `num_rows` of them, into the tree."""
-        lease = seq.lease
-        assert lease is not None
-        stop = seq.num_computed if num_rows is None else num_rows
-        if stop > lease.num_committed:
-            self._cache.commit(lease, seq.tokens[:stop])
+    def commit(self, seq: Sequence) -> None:
+        """Puts the computed rows into the tree. A step that was planned ahead may be writing into
+        the last page, behind them: a commit swaps full pages only.
+        """
+        assert seq.lease is not None
+        if seq.num_computed > seq.lease.num_committed:
+            self._cache.commit(seq.lease, seq.tokens[: seq.num_computed])
 
     # -- pause and end
 

@@ -250,12 +250,9 @@ class Scheduler:
 
     def _commit_if_due(self, seq: Sequence, was_prefill: bool) -> None:
         assert seq.lease is not None
-        if was_prefill:
+        due = seq.num_computed - seq.lease.num_committed >= self.limits.commit_every
+        if was_prefill or due:
             self._life.commit(seq)
-        elif seq.num_computed - seq.lease.num_committed >= self.limits.commit_every:
-            # Whole pages: a step that was planned ahead may be writing its row into the last one.
-            size = self.limits.page_size
-            self._life.commit(seq, seq.num_computed // size * size)
 
     def fail_step(self, scheduled: Scheduled, error: BaseException) -> None:
         """Ends all of a step's sequences: its forward raised, so none of its rows is there."""

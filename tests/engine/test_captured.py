@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.fake_flashmla import FakeFlashMLA
+from support.mla_case import make_case
 from support.tiny_checkpoint import make_checkpoint
 
+from radix_mla.attention.backend import BackendPair
+from radix_mla.attention.backends import flashmla_kernel
+from radix_mla.attention.backends.flashmla import FlashMLABackend
+from radix_mla.attention.backends.torch import TorchBackend
 from radix_mla.attention.backends.triton import TritonBackend
 from radix_mla.attention.metadata import RaggedBatch
 from radix_mla.attention.mla import mla_dims
 from radix_mla.attention.select import setting_of
+from radix_mla.attention.workspace import MLADims, Workspace
 from radix_mla.config import EngineConfig, Hardware, detect_hardware
-from radix_mla.engine.captured import CapturedSteps, bucket_sizes
+from radix_mla.engine.captured import CapturedSteps, StepOutputs, bucket_sizes
 from radix_mla.engine.model_runner import ModelRunner, make_pool
 from radix_mla.engine.step import Chunk, StepPlan
 from radix_mla.engine.step_tokens import StepTokens
@@ -106,6 +114,40 @@ def test_padded_steps_equal_eager_ones(folder: Path) -> None:
         assert got.logits_finite.all()
     too_long = RaggedBatch.of([chunk(0, 60, 0, 16)], 16)
     assert captured.run(too_long, StepTokens(np.zeros(60, dtype=np.int64)), np.array([59])) is None
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_more_sequences_than_runs_go_the_eager_way(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many decodes and a short prefill, with a backend that shares nothing."""
+    monkeypatch.setattr(flashmla_kernel, "find", lambda: ("", FakeFlashMLA()))
+    dims = MLADims(num_heads=heads, latent=32, nope=16, rope=16, value=16)
+    case = make_case([(1, 3)] * 200 + [(2, 3)], dims=dims, page_size=64)
+    setting = replace(case.setting(), max_num_seqs=256, max_tokens=512, max_pages=4)
+    workspace = Workspace(
+        dims,
+        context_rows=64,
+        step_tokens=512,
+        pad_heads=False,
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+    def forward(*_: object) -> StepOutputs:
+        raise AssertionError("no family has room for it")
+
+    steps = CapturedSteps(
+        forward,
+        BackendPair(TorchBackend("cpu"), FlashMLABackend(setting)),
+        case.pool,
+        workspace,
+        max_tokens=512,
+        max_logits=256,
+        vocab_size=8,
+    )
+    tokens = StepTokens(np.zeros(case.batch.cu_q[-1], dtype=np.int64))
+    assert steps.run(case.batch, tokens, np.arange(201)) is None
 
 
 @pytest.mark.gpu

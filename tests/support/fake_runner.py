@@ -72,13 +72,21 @@ class QueueSampler(Sampler):
 
     class Tokens:
         def __init__(self, logits: torch.Tensor, work: Items[Work]) -> None:
-            self._due = [item.samples for item in work]
+            self._work = work
             rows = [item.first_row + item.num_logits - 1 for item in work if item.samples]
+            self._finite = torch.isfinite(logits[rows].amax(dim=-1))
             self.tokens = logits[rows].argmax(dim=-1)
 
         def wait(self) -> list[Sampled]:
-            tokens = iter(self.tokens.tolist())
-            return [Sampled(next(tokens)) if due else Sampled() for due in self._due]
+            pairs = zip(self.tokens.tolist(), self._finite.tolist(), strict=True)
+            return [
+                self._one(*next(pairs), item) if item.samples else Sampled() for item in self._work
+            ]
+
+        def _one(self, token: int, is_finite: bool, item: Work) -> Sampled:
+            seq = item.sequence
+            assert not seq.is_running or item.position == seq.num_tokens, "a draw's position"
+            return Sampled(token) if is_finite else Sampled(error="not finite", nonfinite=True)
 
 
 def make_fake_engine(
