@@ -56,6 +56,9 @@ class SamplingFields(TypedDict, total=False):
     grammar: Grammar
 
 
+_SAMPLING_FIELDS = frozenset(SamplingFields.__annotations__)
+
+
 @dataclass(slots=True)
 class Completion:
     """One choice. `text` is None without a tokenizer; a stop string is not part of it."""
@@ -142,6 +145,9 @@ class LLM:
         served; then none of the prompts runs. A request that fails in the engine has finish_reason
         "error".
         """
+        unknown = sampling.keys() - _SAMPLING_FIELDS
+        if unknown:
+            raise TypeError(f"generate() has no keyword {min(unknown)!r}")
         check_retention(cache_priority, cache_ttl)
         if params is not None and sampling:
             raise InvalidRequest("give params or its fields, not both", param="params")
@@ -214,7 +220,8 @@ class LLM:
             **defaults,
             **sampling,
         }
-        values["max_tokens"] = min(values["max_tokens"], room)
+        if isinstance(values["max_tokens"], int):  # else `check_ranges` refuses it
+            values["max_tokens"] = min(values["max_tokens"], room)
         return SamplingParams(**values)
 
 

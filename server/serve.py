@@ -122,6 +122,11 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = self.should_exit  # past the last tick: at once
         else:
             self._service.lifecycle.drain()
+            logger.info(
+                "draining: %d requests run, up to %.0f s; once more ends at once",
+                len(self._service.generations),
+                self._service.lifecycle.drain_left_s,
+            )
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: ends the drain when nothing runs any more or its time is over.

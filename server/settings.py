@@ -28,11 +28,13 @@ from radix_mla.errors import ConfigError
 ENV_PREFIX = "RADIX_MLA_"
 _ENGINE_FIELDS = frozenset(EngineConfig.__dataclass_fields__) - {"enable_prefix_cache"}
 
+_ONE_GPU = "nothing: this version uses one GPU; run several servers behind a cache-aware router"
 # What other servers call it → what it is called here.
 PEER_NAMES: Mapping[str, str] = {
-    "tensor-parallel-size": "tp (not in this version: one GPU)",
-    "tp-size": "tp (not in this version: one GPU)",
-    "decode-context-parallel-size": "dcp (not in this version: one GPU)",
+    "tensor-parallel-size": _ONE_GPU,
+    "tp-size": _ONE_GPU,
+    "tp": _ONE_GPU,
+    "decode-context-parallel-size": _ONE_GPU,
     "data-parallel-size": "nothing: run several servers behind a cache-aware router",
     "mem-fraction-static": "kv-cache-tokens (a number of tokens, not a share of memory)",
     "gpu-memory-utilization": "kv-cache-tokens (a number of tokens, not a share of memory)",

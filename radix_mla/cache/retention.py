@@ -50,14 +50,18 @@ NO_RETENTION = Retention()
 
 
 def check_retention(priority: int, ttl_s: float | None) -> None:
-    """Raises InvalidRequest for values out of range. (The server's schemas refuse them too.)"""
-    if not 0 <= priority <= MAX_RANK:
+    """Raises InvalidRequest for values of another type or out of range. (The server's schemas
+    refuse them too.)
+    """
+    if type(priority) is not int or not 0 <= priority <= MAX_RANK:
         raise InvalidRequest(
-            f"cache_priority is {priority}, not in 0 to {MAX_RANK}", param="cache_priority"
+            f"cache_priority is {priority!r}, not an integer in 0 to {MAX_RANK}",
+            param="cache_priority",
         )
-    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+    is_time = ttl_s is None or (type(ttl_s) in (int, float) and 0 < ttl_s <= MAX_TTL_S)
+    if not is_time:
         raise InvalidRequest(
-            f"cache_ttl is {ttl_s}, not above 0 and up to {MAX_TTL_S:.0f} seconds",
+            f"cache_ttl is {ttl_s!r}, not above 0 and up to {MAX_TTL_S:.0f} seconds",
             param="cache_ttl",
         )
 

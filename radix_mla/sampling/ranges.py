@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 from radix_mla.errors import InvalidRequest
 from radix_mla.request import SamplingParams
 
+_NUMBERS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
 
 def check_ranges(params: SamplingParams) -> None:
-    """Raises InvalidRequest for values out of range; NaN compares false and so is refused too."""
+    """Raises InvalidRequest for values of another type or out of range; NaN compares false and so
+    is refused too.
+    """
+    for name in _NUMBERS:
+        value = getattr(params, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise InvalidRequest(f"{name} is {value!r}, not a number", param=name)
     ranges = {
         "temperature": 0 <= params.temperature < math.inf,
         "top_p": 0 < params.top_p <= 1,

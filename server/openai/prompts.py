@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -22,8 +23,10 @@ class TokenIds:
         try:
             checked: list[int] = msgspec.convert(ids, self._type, strict=True)
         except msgspec.ValidationError as error:
+            place = re.search(r"\$\[(\d+)\]", str(error))  # where msgspec found the first bad one
+            found = f"item {place[1]} is not" if place else "it is no list of them"
             raise InvalidRequest(
-                f"{param} must be token ids in [0, {self.vocab_size}): {error}",
+                f"{param} must be token ids in [0, {self.vocab_size}): {found}",
                 param=param,
                 code="invalid_token_id",
             ) from None

@@ -30,6 +30,14 @@ def ttl_seconds(value: Any) -> Any:
     return value
 
 
+def checked_ttl(value: Any) -> Any:
+    """`ttl_seconds` of our own field. Raises ValueError for other texts."""
+    seconds = ttl_seconds(value)
+    if isinstance(seconds, str):
+        raise ValueError('a time is a number of seconds, or a text such as "90s", "5m" or "24h"')
+    return seconds
+
+
 class Hints:
     """Collects the hints of one request; `ignored` gets the names of those of unknown form."""
 

@@ -20,7 +20,7 @@ from pydantic import (
 from radix_mla.cache.retention import MAX_RANK, MAX_TTL_S, Retention
 from radix_mla.errors import InvalidRequest
 from server.openai.parts import MESSAGES, PROMPT, TOKEN_IDS, TOOLS
-from server.openai.retention import TTL_PATTERN, Hints, ttl_seconds
+from server.openai.retention import TTL_PATTERN, Hints, checked_ttl
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -61,7 +61,7 @@ Hint = Annotated[Any, WithJsonSchema({"description": "A hint; unknown forms are 
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 TtlNumber = Annotated[float, Field(strict=True, gt=0, le=MAX_TTL_S)]
 TtlText = Annotated[str, Field(strict=True, pattern=TTL_PATTERN)]
-Ttl = Annotated[TtlNumber, BeforeValidator(ttl_seconds, json_schema_input_type=TtlNumber | TtlText)]
+Ttl = Annotated[TtlNumber, BeforeValidator(checked_ttl, json_schema_input_type=TtlNumber | TtlText)]
 
 
 class StreamOptions(BaseModel):
@@ -210,7 +210,8 @@ def validate(schema: type[Schema], values: dict[str, Any]) -> Schema:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = _param(first["loc"])
-        message = first["msg"][:1].lower() + first["msg"][1:]
+        text = first["msg"].removeprefix("Value error, ")
+        message = text[:1].lower() + text[1:]
         shown = _shown(first["input"]) if first["type"] != "missing" else ""
         raise InvalidRequest(
             f"{param}: {message}{shown}", param=param, code="invalid_value"

@@ -145,8 +145,18 @@ def test_what_cannot_be_served_raises_and_nothing_runs(llm: LLM) -> None:
         llm.generate([[1, 2], [300]])
     with pytest.raises(InvalidRequest, match="not both"):
         llm.generate([1], SamplingParams(max_tokens=1), max_tokens=2)
-    with pytest.raises(TypeError, match="tempature"):
+    with pytest.raises(TypeError, match="no keyword 'tempature'"):
         llm.generate([1], tempature=0.1)
+    for name, value in {
+        "temperature": "hot",
+        "top_k": True,
+        "max_tokens": None,
+        "cache_ttl": "5m",
+        "cache_priority": 1.5,
+    }.items():
+        with pytest.raises(InvalidRequest, match=f"{name} is") as refused:
+            llm.generate([1], **{name: value})
+        assert refused.value.param == name
     assert not llm.engine.has_work
 
 

@@ -78,7 +78,7 @@ def test_unknown_flags_are_refused(runner: CliRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--tensor-parallel-size", "--tensor-parallel-size=2", "--mem-fraction-static"]
+    "flag", ["--tensor-parallel-size", "--tp", "--tp-size=2", "--mem-fraction-static"]
 )
 def test_a_peers_flag_answers_with_our_name(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -88,7 +88,7 @@ def test_a_peers_flag_answers_with_our_name(
         cli.main()
     message = capsys.readouterr().err
     assert flag.partition("=")[0] in message
-    assert "--tp" in message or "--kv-cache-tokens" in message
+    assert "one GPU" in message or "--kv-cache-tokens" in message
 
 
 def test_our_own_flags_are_no_peers_flags() -> None:

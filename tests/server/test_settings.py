@@ -76,7 +76,8 @@ def test_bad_values_name_their_knob(flags: dict[str, object], message: str) -> N
 
 def test_peers_names_lead_to_ours() -> None:
     assert peer_hint("--tensor-parallel-size") is not None
-    assert "tp" in str(peer_hint("--tensor-parallel-size"))
+    assert "one GPU" in str(peer_hint("--tensor-parallel-size"))
+    assert "one GPU" in str(peer_hint("--tp"))
     assert "kv-cache-tokens" in str(peer_hint("mem_fraction_static"))
     assert peer_hint("--whatever") is None
     with pytest.raises(ConfigError, match="--page-size"):
@@ -86,7 +87,7 @@ def test_peers_names_lead_to_ours() -> None:
 def test_every_name_that_a_hint_gives_exists() -> None:
     for hint in PEER_NAMES.values():
         name = hint.split(" (")[0].split(":")[0]
-        if name not in ("nothing", "tp", "dcp", "the first argument"):
+        if name not in ("nothing", "the first argument"):
             assert name.replace("-", "_") in Settings.model_fields
 
 
