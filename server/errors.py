@@ -7,6 +7,7 @@ HttpError    → its status                   EngineDead → 503, RequestFailed 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -79,14 +80,13 @@ class Problem:
         }
         return msgspec.json.encode({"error": error})
 
-    @property
-    def anthropic_body(self) -> bytes:
-        """Anthropic's shape: {"type": "error", "error": {"type", "message"}}."""
+    def anthropic_body(self, request_id: str | None = None) -> bytes:
+        """Anthropic's shape: {"type": "error", "error": {"type", "message"}, "request_id"}."""
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status, fallback)
         message = self.message if self.anthropic_message is None else self.anthropic_message
         return msgspec.json.encode(
-            {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+            {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
         )
 
 
@@ -137,12 +137,17 @@ def describe(error: BaseException) -> Problem:
 
 
 def respond(problem: Problem, path: str = "") -> Response:
-    """The problem as a JSON response, in the shape of the API that `path` belongs to."""
+    """The problem as a JSON response, in the shape of the API that `path` belongs to.
+
+    It has an id of its own: nothing of what is refused got one before.
+    """
+    request_id = secrets.token_hex(12)
+    is_anthropic = path.startswith(ANTHROPIC_PREFIX)
     return Response(
-        problem.anthropic_body if path.startswith(ANTHROPIC_PREFIX) else problem.body,
+        problem.anthropic_body(request_id) if is_anthropic else problem.body,
         status_code=problem.status,
         media_type="application/json",
-        headers=dict(problem.headers),
+        headers={"x-request-id": request_id, **problem.headers},
     )
 
 

@@ -37,7 +37,7 @@ PING = sse({"type": "ping"})
 
 def failure(problem: Problem) -> bytes:
     """The event of a stream that fails."""
-    return b"event: error\ndata: " + problem.anthropic_body + b"\n\n"
+    return b"event: error\ndata: " + problem.anthropic_body() + b"\n\n"
 
 
 class Blocks:

@@ -237,6 +237,7 @@ async def test_a_prompt_that_is_too_long_says_so_in_anthropics_words() -> None:
     harness = demo_app(says("a"), max_model_len=32)
     response = await harness.post("/v1/messages", BASE | {"system": "word " * 100})
     assert response.status_code == 400
+    assert response.json()["request_id"] == response.headers["x-request-id"]
     message = response.json()["error"]["message"]
     assert message.startswith("prompt is too long: ")
     assert message.endswith(" tokens > 32 maximum")
