@@ -35,7 +35,7 @@ class AnthropicErrorFields(Answer):
 class AnthropicError(Answer):
     type: Literal["error"]
     error: AnthropicErrorFields
-    request_id: None
+    request_id: str | None
 
 
 class Status(Answer):
