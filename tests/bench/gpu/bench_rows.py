@@ -20,6 +20,7 @@ from timing import report, timed_ms
 from kernels.triton.kv_gather import kv_gather
 from kernels.triton.latent_write import norm_rope_write_
 from kernels.triton.merge_lse import combine_lse, merge_lse_
+from kernels.triton.merge_passes import merge_passes_
 from kernels.triton.page_copy import page_copy, pool_table
 
 DEVICE, DTYPE, LATENT, ROPE = "cuda", torch.bfloat16, 512, 64
@@ -78,6 +79,20 @@ def bench_combine(tokens: int, heads: int, parts: int = 4, width: int = 128) -> 
     compare("combine_lse", num_bytes, ms, tokens=tokens, heads=heads, parts=parts)
 
 
+def bench_passes(tokens: int, heads: int, queries: int = 8, width: int = LATENT) -> None:
+    """Each token with one part of a shared pass."""
+    runs = -(-tokens // queries)
+    out = torch.randn(tokens, heads, width, device=DEVICE, dtype=DTYPE)
+    lse = torch.randn(tokens, heads, device=DEVICE)
+    parts = torch.randn(runs * queries, heads, width, device=DEVICE, dtype=DTYPE)
+    part_lse = torch.randn(runs, heads, queries, device=DEVICE)
+    index = torch.full((tokens, 2), -1, dtype=torch.int32, device=DEVICE)
+    index[:, 0] = torch.randperm(runs * queries, device=DEVICE)[:tokens]
+    ms = timed_ms(lambda: merge_passes_(out, lse, parts, part_lse, index))
+    num_bytes = 3 * out.nbytes + 2 * lse.nbytes
+    compare("merge_passes", num_bytes, ms, tokens=tokens, heads=heads)
+
+
 def bench_copy(rows: int, layers: int = 27) -> None:
     pools = [torch.randn(1 << 16, LATENT + ROPE, device=DEVICE, dtype=DTYPE) for _ in range(layers)]
     order = torch.randperm(1 << 16, device=DEVICE)
@@ -97,6 +112,8 @@ def main() -> None:
     bench_merge(tokens, 16)
     bench_merge(tokens, 128)
     bench_combine(tokens, 16)
+    bench_passes(256, 16)
+    bench_passes(tokens, 16)
     bench_copy(15)
     bench_copy(1000)
     for small in (1, 16, 256):
