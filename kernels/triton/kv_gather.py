@@ -123,12 +123,6 @@ def _gather_fp8(
     tl.store(target + latent, wide.to(dtype), mask=there)
 
 
-def column_block(width: int) -> int:
-    """Columns a load: what divides the width without a rest, if that is wide enough (576: 64)."""
-    exact = min(width & -width, 512)
-    return exact if exact >= 64 else triton.next_power_of_2(min(width, 512))
-
-
 @triton.jit
 def _gather(
     pool,

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.kv_gather import column_block
-
 _ROWS = 8
 
 
@@ -55,11 +53,17 @@ def page_copy(
         src.shape[0],
         like.stride(0),
         WIDTH=width,
-        BLOCK=column_block(width),
+        BLOCK=_column_block(width),
         ROWS=_ROWS,
         ALIGNED=like.stride(0) * like.element_size() % 16 == 0,
         num_warps=4,
     )
+
+
+def _column_block(width: int) -> int:
+    """Columns a load: what divides the width without a rest, if that is wide enough (576: 64)."""
+    exact = min(width & -width, 512)
+    return exact if exact >= 64 else triton.next_power_of_2(min(width, 512))
 
 
 @triton.jit

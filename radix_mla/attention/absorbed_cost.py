@@ -52,12 +52,12 @@ def absorbed_us(work: MQAWork, rates: KernelRates, num_heads: int, run_tokens: i
     and a run that is not full costs as much.
     """
     size, num_q = work.page_size, np.diff(work.cu_q)
-    shared = shared_in(work)
+    shared, is_decode = shared_in(work), work.num_queries == len(work.kv_lens)
     tails, from_memory, tiles, tile_rows = work.kv_lens, int(work.kv_lens.sum()), 0, 0
     for members, first, last in shared.passes:
         rows = (last - first) * size
         if rates.shares:
-            tokens = int(num_q[list(members)].sum())
+            tokens = len(members) if is_decode else int(num_q[list(members)].sum())
             runs = -(-tokens * num_heads // (TILE_ROWS * rates.pass_tiles))
             tiles += runs * rates.pass_tiles
             tile_rows += runs * rates.pass_tiles * rows

@@ -26,11 +26,12 @@ class StepTokens(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan, drawn: torch.Tensor | None) -> Self:
         """drawn: int64, what the step before `plan` draws."""
-        known = np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)
         if plan.drawn is None:
-            return cls(known)
+            return cls(_known(plan))
         assert drawn is not None, "a step planned ahead needs the tokens that are drawn"
         places, rows = plan.drawn
+        is_decode = len(places) == len(plan.chunks)  # a drawn token is its chunk's only one
+        known = np.zeros(len(places), dtype=np.int64) if is_decode else _known(plan)
         if not np.array_equal(rows, np.arange(len(drawn))):  # not all, or in another order
             drawn = drawn.index_select(0, to_device(rows, drawn.device))
         return cls(known, places, drawn)
@@ -43,3 +44,7 @@ class StepTokens(NamedTuple):
             ids[: len(self.known)].copy_(self.drawn)
         else:
             ids.index_copy_(0, to_device(self.places, ids.device), self.drawn)
+
+
+def _known(plan: StepPlan) -> np.ndarray:
+    return np.concatenate([chunk.tokens for chunk in plan.chunks]).astype(np.int64)

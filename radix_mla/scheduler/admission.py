@@ -133,9 +133,10 @@ class Admission:
     def _try_start(self, seq: Sequence, batch: Batch, in_flight: int, now: float) -> bool:
         """Admits `seq` if it fits. False leaves it waiting, or ended by a failure of its own."""
         num_room = batch.room(seq)
-        if batch.ahead and seq.num_tokens - self._peek(seq) > num_room:
-            batch.deferred = True
-            return False
+        if batch.ahead and num_room < seq.num_tokens:  # it may still be cached for the most part
+            batch.deferred = seq.num_tokens - self._peek(seq) > num_room
+            if batch.deferred:
+                return False
         if num_room <= 0:
             return False
         lease: Lease | None = None

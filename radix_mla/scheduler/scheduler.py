@@ -135,6 +135,7 @@ class Scheduler:
         """Plans the next step. An empty plan means that there is nothing to do."""
         self._cache.set_time(now)
         self._step_id += 1
+        self._deferred = False  # this step has room for all that a batch can hold
         batch = Batch(self._step_id, self.limits.max_num_batched_tokens)
         self._plan_running(batch)
         if not batch.retracted:
@@ -148,7 +149,6 @@ class Scheduler:
         To be called before `running` is booked, and run after it; see `ahead.py`.
         """
         if self._deferred:  # somebody waits for a step with room for a longer prompt
-            self._deferred = False
             return None
         self._cache.set_time(now)
         limits = self.limits

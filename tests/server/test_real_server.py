@@ -17,8 +17,9 @@ from support.fake_engine import FakeEngine, Script
 from support.http_app import Harness
 
 from radix_mla.text.tokenizer import Tokenizer
+from server.draining import DrainingServer
 from server.limits import MAX_HEADER_BYTES, MAX_HEADERS
-from server.serve import DrainingServer, uvicorn_config
+from server.serve import uvicorn_config
 from server.service import Service
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

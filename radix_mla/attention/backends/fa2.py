@@ -14,9 +14,9 @@ import torch
 from radix_mla.attention.backend import Caps, Setting
 from radix_mla.attention.backends.ragged import DeviceMHA
 from radix_mla.attention.backends.varlen import (
-    Varlen,
     VarlenBackend,
     find_varlen,
+    public_varlen,
     unsuited_heads,
 )
 
@@ -52,32 +52,11 @@ class FA2Backend(VarlenBackend):
         if function is None:
             super().__init__(_aten, "torch", device)
         else:
-            super().__init__(_package(function), "flash_attn", device)
+            super().__init__(public_varlen(function, return_attn_probs=True), "flash_attn", device)
 
 
 def _find() -> tuple[str, Callable[..., Any] | None]:
     return find_varlen("flash_attn")
-
-
-def _package(function: Callable[..., Any]) -> Varlen:
-    def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, planned: DeviceMHA, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, _ = function(
-            q,
-            k,
-            v,
-            planned.cu_q,
-            planned.cu_k,
-            planned.max_q,
-            planned.max_k,
-            softmax_scale=scale,
-            causal=planned.work.causal,
-            return_attn_probs=True,
-        )
-        return out, lse
-
-    return call
 
 
 def _aten(

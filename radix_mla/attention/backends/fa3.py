@@ -19,6 +19,7 @@ from radix_mla.attention.backends.varlen import (
     Varlen,
     VarlenBackend,
     find_varlen,
+    public_varlen,
     unsuited_heads,
 )
 from radix_mla.attention.workspace import MLADims
@@ -64,34 +65,9 @@ class FA3Backend(VarlenBackend):
     def __init__(self, device: str, dims: MLADims) -> None:
         module, function = _find()
         assert function is not None, module
-        super().__init__(_without_autograd(module) or _varlen(function), module, device)
+        public = public_varlen(function, return_attn_probs=True, num_splits=_SPLITS)
+        super().__init__(_without_autograd(module) or public, module, device)
         self.caps = replace(CAPS, pad_heads=needs_padding(dims))
-
-
-def _varlen(function: Callable[..., Any]) -> Varlen:
-    """The public function; its parameters differ between releases."""
-    known = inspect.signature(function).parameters
-    wanted = {"return_attn_probs": True, "num_splits": _SPLITS}
-    extra = {name: value for name, value in wanted.items() if name in known}
-
-    def call(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, planned: DeviceMHA, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = function(
-            q,
-            k,
-            v,
-            planned.cu_q,
-            planned.cu_k,
-            planned.max_q,
-            planned.max_k,
-            softmax_scale=scale,
-            causal=planned.work.causal,
-            **extra,
-        )
-        return out, lse
-
-    return call
 
 
 def _without_autograd(module: str) -> Varlen | None:

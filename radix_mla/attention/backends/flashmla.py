@@ -74,7 +74,7 @@ class FlashMLABackend:
         self.tables = DevicePageTables(setting.max_num_seqs, setting.max_pages, setting.device)
         self.sharing: TritonBackend | None = None
         self._device = setting.device
-        self._delegated = False
+        self._delegated: MQAWork | None = None  # what `sharing` planned
         self._groups: list[_Group] = []
         self._planned: MQAWork | None = None
         self._static: dict[int, StaticRuns | StaticShared] = {}
@@ -90,16 +90,16 @@ class FlashMLABackend:
             self.sharing = backend
 
     def plan_mqa(self, work: MQAWork | None) -> None:
-        self._planned, self._groups, self._delegated = work, [], False
+        self._planned, self._groups, self._delegated = work, [], None
         if work is None:
             return
         assert work.page_size == PAGE_SIZE, f"FlashMLA over pages of {work.page_size}"
         if self.sharing is not None and len(work.kv_lens) > 1:
             work = replace(work, shared=shared_in(work))
             ours = absorbed_us(work, FLASHMLA_MIXED, self.num_heads, TILE_ROWS // self.num_heads)
-            self._delegated = self.sharing.estimate_us(work) < ours
-            if self._delegated:
-                self.sharing.plan_mqa(self._planned)
+            if self.sharing.estimate_us(work) < ours:
+                self._delegated = work
+                self.sharing.plan_mqa(work)
                 return
         self._groups = self._make_groups(work)
 
@@ -153,9 +153,9 @@ class FlashMLABackend:
         if static is not None:
             return static.run(q, pool, latent, scale)
         assert work is self._planned, "run_mqa with work that was not planned for this step"
-        if self._delegated:
+        if self._delegated is not None:
             assert self.sharing is not None
-            return self.sharing.run_mqa(work, q, pool, scratch, latent, scale)
+            return self.sharing.run_mqa(self._delegated, q, pool, scratch, latent, scale)
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             part = self.kernel(self._groups[0].runs, q, pool, latent, scale)
             return Partial(part.out, by_query(part.lse)) if work.with_lse else part

@@ -4,7 +4,8 @@
     tails    each token over what is left of its own rows                            one run each
     merge    by log-sum-exp, a token's tail with its passes
 
-A run of 128 query rows costs little more than one of 16: two tiles that read the same rows.
+A run of 128 query rows costs little more than one of 64 (50 and 46 us over 32k rows of an H200):
+two tiles that read the same rows.
 """
 
 from __future__ import annotations

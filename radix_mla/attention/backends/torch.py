@@ -17,7 +17,7 @@ from kernels.merge_lse import merge_lse_
 from radix_mla.attention.backend import Caps, MHAWork, MQAWork, Partial, Setting
 from radix_mla.attention.backends.row_pieces import Piece, row_pieces
 from radix_mla.attention.backends.torch_absorbed import attend_padded, attend_pieces
-from radix_mla.attention.shared_prefix import find_shared
+from radix_mla.attention.shared_prefix import shared_in
 from radix_mla.cache.kv_pool import slots_of
 
 CAPS = Caps(
@@ -75,7 +75,7 @@ class TorchBackend:
         if len(num_q) > 1 and short.all() and not mqa.with_lse:
             self._padded = self._pad(mqa)
             return
-        shared = find_shared(mqa.page_tables, mqa.kv_lens - num_q, size)
+        shared = shared_in(mqa)
         for table, length, first, queries in zip(
             mqa.page_tables, mqa.kv_lens.tolist(), shared.tails, num_q.tolist(), strict=True
         ):

@@ -5,6 +5,7 @@ LSE is natural, fp32, [H, T]; a query without keys gets -inf or +inf, depending 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -55,6 +56,31 @@ def find_varlen(*modules: str) -> tuple[str, Callable[..., Any] | None]:
         except (ImportError, OSError, AttributeError) as error:
             reasons.append(f"{name} not importable: {error}")
     return "; ".join(reasons), None
+
+
+def public_varlen(function: Callable[..., Any], **wanted: object) -> Varlen:
+    """A release's public function, with those of `wanted` that it knows."""
+    known = inspect.signature(function).parameters
+    extra = {name: value for name, value in wanted.items() if name in known}
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, planned: DeviceMHA, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = function(
+            q,
+            k,
+            v,
+            planned.cu_q,
+            planned.cu_k,
+            planned.max_q,
+            planned.max_k,
+            softmax_scale=scale,
+            causal=planned.work.causal,
+            **extra,
+        )
+        return out, lse
+
+    return call
 
 
 def unsuited_heads(dims: MLADims) -> str | None:
