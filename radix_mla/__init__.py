@@ -23,12 +23,13 @@ if TYPE_CHECKING:
         RequestError,
         RequestFailed,
     )
-    from radix_mla.llm import LLM, Completion, RequestOutput
+    from radix_mla.llm import LLM
     from radix_mla.request import FinishReason, SamplingParams
+    from radix_mla.request_output import Completion, RequestOutput
 
 _HOME = {
     "CacheError": "errors",
-    "Completion": "llm",
+    "Completion": "request_output",
     "ConfigError": "errors",
     "ContextOverflow": "errors",
     "EngineConfig": "config",
@@ -42,7 +43,7 @@ _HOME = {
     "RadixMlaError": "errors",
     "RequestError": "errors",
     "RequestFailed": "errors",
-    "RequestOutput": "llm",
+    "RequestOutput": "request_output",
     "SamplingParams": "request",
 }
 

@@ -130,7 +130,7 @@ class CapturedSteps:
     def _fastest(self, work: MQAWork) -> _CapturedStep | None:
         """None: more sequences, some of several queries, than any family has room for."""
         decode = work.num_queries == len(work.kv_lens)
-        if decode and not (work.shared and work.shared.passes):
+        if decode and not (work.shared and work.shared.passes):  # the usual step: nothing to weigh
             return self._step("plain", work.num_queries)
         steps = [self._step(name, work.num_queries) for name in self._sizes]
         fitting = (step for step in steps if step.fits(work))

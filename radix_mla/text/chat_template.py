@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from radix_mla.errors import InvalidRequest
+from radix_mla.text.content import content_text
 from radix_mla.text.control_guard import ControlGuard
 from radix_mla.text.tokenizer import Tokenizer
 
@@ -276,32 +277,6 @@ class ChatTemplate:
             # The model wrote something else; it is shown as it was.
             return arguments if self.takes_text_arguments else {"arguments": arguments}
         return arguments
-
-
-def content_text(content: object, index: int) -> str:
-    """A message's content as one string: parts joined without separator, null is empty.
-
-    Raises InvalidRequest for parts other than text (image, audio, file).
-    """
-    param = f"messages[{index}].content"
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequest(f"{param} must be a string or a list of text parts", param=param)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise InvalidRequest(
-                f"{param} has a part of type {kind!r}; this model takes text parts only",
-                param=param,
-                code="unsupported_content",
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _without_generation(source: str) -> str:

@@ -16,7 +16,8 @@ from support.server_process import wait_for
 from radix_mla.errors import EngineError, InvalidRequest
 from radix_mla.request import Grammar
 from radix_mla.sampling.grammar import CompiledGrammar, GrammarCompiler
-from radix_mla.sampling.grammar_worker import choice_grammar, readable
+from radix_mla.sampling.grammar_compile import choice_grammar
+from radix_mla.sampling.grammar_worker import readable
 from radix_mla.text.tokenizer import Tokenizer
 
 pytest.importorskip("xgrammar")
